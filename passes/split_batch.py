@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from moe_compile.batch.batch_proof import find_batch_split
 from moe_compile.batch.batch_split import BatchSplit
 from moe_compile.dims.factors import Lost, holds
+from moe_compile.dims.record import UNTRACEABLE
 from moe_compile.errors import ContractViolation
 from moe_compile.graph.edit import erase_dead, read_instead
 from moe_compile.graph.facts import GraphFacts
@@ -40,7 +41,6 @@ from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.plan import RewritePlan
 from moe_compile.plan.state import CompileState
-from moe_compile.proof.row_trace import UNTRACEABLE
 from moe_compile.regions.detect_moe import find_moe_regions
 from moe_compile.regions.token_regions import TokenRows
 from moe_compile.regions.token_rows import read_token_rows

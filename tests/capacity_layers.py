@@ -401,7 +401,7 @@ REFUSED = {
     ReadReceived: Reason.ESCAPES,
     TiedExperts: Reason.SHARED_PARAMETER,
     Reordered: Reason.EXPERTS_LOST,
-    DetachedExpert: Reason.EXPERTS_LOST,
+    DetachedExpert: Reason.NO_GRADIENT,
     FrozenExpert: Reason.NO_GRADIENT,
 }
 DECOYS = (PipelineShuffle, SequenceShuffle, ShardedTable, ScaledHeads, OneWay)

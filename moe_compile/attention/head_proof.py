@@ -14,7 +14,7 @@ from typing import Final
 import torch.fx as fx
 
 from moe_compile.attention.attention_surroundings import movements_above
-from moe_compile.dims.arguments import argument, values_moved
+from moe_compile.dims.arguments import argument, operator_name, values_moved
 from moe_compile.dims.factors import (
     Dims,
     Factor,
@@ -24,8 +24,7 @@ from moe_compile.dims.factors import (
     holds,
     unify,
 )
-from moe_compile.dims.rules import step
-from moe_compile.dims.tracker import CUTS, Tracker, is_movement, move_name
+from moe_compile.dims.tracker import CUTS, Tracker, is_movement
 from moe_compile.graph.query import is_launch, operator_at
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
@@ -41,10 +40,7 @@ def no_region(detail: str) -> Left:
 def track(tracker: Tracker, moved: Sequence[fx.Node], local: Sequence[fx.Node]) -> None:
     """Follow factors through `moved`, in graph order, from what it reads; begin at `local` too."""
     for node in moved:
-        for source in node.all_input_nodes:
-            if source not in tracker:
-                tracker.start(source)
-        step(tracker, node)
+        tracker.follow(node)
     for operand in local:
         if operand not in tracker:
             tracker.start(operand)
@@ -96,7 +92,7 @@ def has_factor(tracker: Tracker, node: fx.Node, factor: Factor) -> bool:
 
 def _repeats_into(tracker: Tracker, node: fx.Node, factor: Factor) -> bool:
     """Whether `node` makes the index `factor` by repeating what has one index only."""
-    if move_name(node) not in REPETITIONS or node not in tracker:
+    if operator_name(node) not in REPETITIONS or node not in tracker:
         return False
     return has_factor(tracker, node, factor) and not has_factor(
         tracker, node.all_input_nodes[0], factor
@@ -121,16 +117,16 @@ def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -
     gets the sizes of the group.
     """
     for node in moves:
-        if move_name(node) == "expand" or not is_movement(node):
+        if operator_name(node) == "expand" or not is_movement(node):
             continue
-        if move_name(node) in CUTS:
-            pieces = [tracker.piece_read(node, i) for i in range(len(tracker.cut_sizes(node)))]
+        if operator_name(node) in CUTS:
+            pieces = tracker.pieces_of(node)
             made, given = sum(_share(dims, head) for dims in pieces), [node]
         elif node.target is operator.getitem:
             continue
         else:
             made, given = _share(tracker.dims(node), head), values_moved(node)
-        times = argument(node, "repeats") if move_name(node) == "repeat_interleave" else 1
+        times = argument(node, "repeats") if operator_name(node) == "repeat_interleave" else 1
         if made != times * sum(_share(tracker.dims(source), head) for source in given):
             raise Lost(f"{operator_at(node)} makes heads of its own")
 

@@ -19,10 +19,9 @@ from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import inside
 from moe_compile.batch.spread_parameters import is_spread
 from moe_compile.batch.taken_places import counts_places
-from moe_compile.dims.expert_rules import one_index
+from moe_compile.dims.arguments import one_index, operator_name
 from moe_compile.dims.factors import Factor, Lost, flat
-from moe_compile.dims.rules import operator_name
-from moe_compile.dims.tracker import ExpertTracker
+from moe_compile.dims.tracker import Tracker
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import storages
 from moe_compile.graph.effects import is_pure
@@ -86,7 +85,7 @@ class Dependents:
 def body_of(
     facts: GraphFacts,
     regions: tuple[SplitRegion, ...],
-    tracker: ExpertTracker,
+    tracker: Tracker,
     batch: Factor,
     found: Dependents,
 ) -> BatchSplit:
@@ -157,7 +156,7 @@ def _is_read_twice(source: fx.Node, needed: Collection[fx.Node]) -> bool:
 
 
 def _outer_of_rows(
-    regions: Iterable[SplitRegion], tracker: ExpertTracker, batch: Factor
+    regions: Iterable[SplitRegion], tracker: Tracker, batch: Factor
 ) -> Iterator[Factor]:
     """Yield the outermost factor of each order of rows, and of each index of tokens."""
     known = TokenIndex(frozenset())

@@ -49,9 +49,9 @@ from moe_compile.batch.sharded_rules import is_about_ranks, keeps_indices
 from moe_compile.batch.sorted_factors import check_factors
 from moe_compile.batch.token_shares import check_share, find_share
 from moe_compile.capacity.detect_capacity import find_capacity_regions
+from moe_compile.dims.arguments import operator_name
 from moe_compile.dims.factors import Factor, Lost, flat, holds
-from moe_compile.dims.rules import operator_name
-from moe_compile.dims.tracker import ExpertTracker, is_even_exchange
+from moe_compile.dims.tracker import Tracker, is_even_exchange
 from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import always_holds, draws_random, is_host_arithmetic, is_pure
@@ -120,13 +120,13 @@ def split_around(facts: GraphFacts, regions: Proven, num_parts: int) -> BatchSpl
     raise why or Left(Reason.NO_BATCH)
 
 
-def _outer_of_tokens(regions: Proven, tracker: ExpertTracker) -> list[Factor]:
+def _outer_of_tokens(regions: Proven, tracker: Tracker) -> list[Factor]:
     """Return the outermost factors of what regions are given: who asks why means one of these."""
     tokens = (split.found.tokens for split, _ in regions)
     return [f for node in tokens if node in tracker for f in flat(tracker.dims(node)[0])[:1]]
 
 
-def _is_one_sequence(graph: fx.Graph, tracker: ExpertTracker, of_tokens: list[Factor]) -> bool:
+def _is_one_sequence(graph: fx.Graph, tracker: Tracker, of_tokens: list[Factor]) -> bool:
     """Whether tokens are positions of one sequence: an input has them inside a batch of one."""
     inputs = (node for node in graph.find_nodes(op="placeholder") if node in tracker)
     tensors = (n for n in inputs if not isinstance(tensor_of(n), torch.nn.Parameter))
@@ -162,7 +162,7 @@ class _Proof:
 
     facts: GraphFacts
     regions: Proven
-    tracker: ExpertTracker
+    tracker: Tracker
     lost: dict[fx.Node, str]
     batch: Factor
 

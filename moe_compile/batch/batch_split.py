@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from moe_compile.dims.factors import Dims, Factor, flat, holds
-from moe_compile.dims.tracker import ExpertTracker
+from moe_compile.dims.tracker import Tracker
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.token_regions import TokenPart, TokenRows
 
@@ -51,7 +51,7 @@ class BatchSplit:
 
     batch: Factor
     """The factor that is the index of the batch: of sequences, or of whatever comes apart."""
-    tracker: ExpertTracker
+    tracker: Tracker
     """Of every value that has that index in a dimension."""
     regions: tuple[SplitRegion, ...]
     rows: tuple[Factor, ...]

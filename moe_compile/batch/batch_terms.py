@@ -19,8 +19,8 @@ from typing import Any, Final
 import torch.fx as fx
 import torch.nn.functional as F
 
+from moe_compile.dims.arguments import operator_name
 from moe_compile.dims.factors import Lost
-from moe_compile.dims.rules import operator_name
 from moe_compile.graph.query import operator_at, tensor_of
 
 

@@ -18,7 +18,7 @@ from moe_compile.batch.batch_split import SplitRegion
 from moe_compile.batch.token_shares import dims_of_slice
 from moe_compile.dims.factors import Dims, Factor, Lost, flat, size_of, unify
 from moe_compile.dims.sizes import SizeNumbers
-from moe_compile.dims.tracker import ExpertTracker
+from moe_compile.dims.tracker import Tracker
 from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.regions.row_chain import num_rows
 from moe_compile.regions.token_sums import base_of
@@ -26,10 +26,10 @@ from moe_compile.regions.token_sums import base_of
 
 def follow_graph(
     graph: fx.Graph, regions: Collection[SplitRegion]
-) -> tuple[ExpertTracker, dict[fx.Node, str]]:
+) -> tuple[Tracker, dict[fx.Node, str]]:
     """Return the factors of all that can be followed, and why other nodes cannot."""
     came_back = {num_rows(s.region.result): num_rows(s.region.rows) for s in regions}
-    tracker, lost = ExpertTracker(SizeNumbers(graph, came_back)), dict[fx.Node, str]()
+    tracker, lost = Tracker(SizeNumbers(graph, came_back)), dict[fx.Node, str]()
     sums = {split.found.sums.total: split for split in regions}
     inner = {n for split in regions for n in inside(split)} - sums.keys()
     slices = {n: split for split in regions if split.share is not None for n in split.share.slices}
@@ -53,7 +53,7 @@ def follow_graph(
     return tracker, lost
 
 
-def _summed(tracker: ExpertTracker, split: SplitRegion) -> Dims:
+def _summed(tracker: Tracker, split: SplitRegion) -> Dims:
     """Return the factors of a region's sums: their rows are the tokens'.
 
     So are those of what they are added to, of the weights, and of the experts that are chosen.
@@ -69,7 +69,7 @@ def _summed(tracker: ExpertTracker, split: SplitRegion) -> Dims:
     return [flat(tokens), [Factor(size_of(columns))]]
 
 
-def _start(tracker: ExpertTracker, node: fx.Node, lost: dict[fx.Node, str]) -> None:
+def _start(tracker: Tracker, node: fx.Node, lost: dict[fx.Node, str]) -> None:
     """Begin anew at `node`: if it depends on the batch, it is known to have been lost."""
     try:
         tracker.start(node)
@@ -93,7 +93,7 @@ def inside(split: SplitRegion) -> set[fx.Node]:
     }
 
 
-def candidates(graph: fx.Graph, tracker: ExpertTracker) -> Iterator[Factor]:
+def candidates(graph: fx.Graph, tracker: Tracker) -> Iterator[Factor]:
     """Yield the outermost factor of each dimension of inputs that are no parameters, in order."""
     seen: list[Factor] = []
     for node in graph.find_nodes(op="placeholder"):

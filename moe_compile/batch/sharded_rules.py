@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from moe_compile.dims.arguments import moved
 from moe_compile.dims.factors import Dims, Factor, Lost, regroup, size_of
-from moe_compile.dims.tracker import ExpertTracker
+from moe_compile.dims.tracker import Tracker
 from moe_compile.graph.query import (
     called_name,
     group_name,
@@ -37,7 +37,7 @@ ABOUT: Final = frozenset({"device_mesh", "placements"})
 """Attributes of a `DTensor` that are the same for any part of the batch."""
 
 
-def sharded_rule(node: fx.Node) -> Callable[[ExpertTracker, fx.Node], Dims] | None:
+def sharded_rule(node: fx.Node) -> Callable[[Tracker, fx.Node], Dims] | None:
     """Return how factors are followed through `node`, None where it is of another kind."""
     if is_wait(node):
         return _kept
@@ -122,11 +122,11 @@ def _ranks_of(tensor: DTensor) -> Dims:
     return dims
 
 
-def _kept(tracker: ExpertTracker, node: fx.Node) -> Dims:
+def _kept(tracker: Tracker, node: fx.Node) -> Dims:
     return tracker.dims(moved(node))
 
 
-def _from_local(tracker: ExpertTracker, node: fx.Node) -> Dims:
+def _from_local(tracker: Tracker, node: fx.Node) -> Dims:
     whole, local = dtensor_of(node), node.args[0] if node.args else None
     if whole is None or not isinstance(local, fx.Node) or not node.kwargs.keys() <= MADE_OF:
         raise Lost(f"{operator_at(node)} is told its sizes")
@@ -134,7 +134,7 @@ def _from_local(tracker: ExpertTracker, node: fx.Node) -> Dims:
     return [[*ranks, *own] for ranks, own in pairs]
 
 
-def _to_local(tracker: ExpertTracker, node: fx.Node) -> Dims:
+def _to_local(tracker: Tracker, node: fx.Node) -> Dims:
     whole = dtensor_of(moved(node))
     assert whole is not None
     return [
@@ -143,9 +143,7 @@ def _to_local(tracker: ExpertTracker, node: fx.Node) -> Dims:
     ]
 
 
-def _one_index(
-    tracker: ExpertTracker, node: fx.Node, dim: list[Factor], num_ranks: int
-) -> list[Factor]:
+def _one_index(tracker: Tracker, node: fx.Node, dim: list[Factor], num_ranks: int) -> list[Factor]:
     """Return what a dimension has left for one of so many ranks that share it."""
     if size_of(dim) % num_ranks:
         raise Lost(f"{operator_at(node)} is shared unevenly")
@@ -154,12 +152,12 @@ def _one_index(
     return own
 
 
-def _gathered(tracker: ExpertTracker, node: fx.Node) -> Dims:
+def _gathered(tracker: Tracker, node: fx.Node) -> Dims:
     first, *rest = tracker.dims(moved(node))
     return [[Factor(tracker.sizes_of(node)[0] // size_of(first)), *first], *rest]
 
 
-def _scattered(tracker: ExpertTracker, node: fx.Node) -> Dims:
+def _scattered(tracker: Tracker, node: fx.Node) -> Dims:
     first, *rest = tracker.dims(moved(node))
     return [_one_index(tracker, node, first, size_of(first) // tracker.sizes_of(node)[0]), *rest]
 

@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from moe_compile.batch.batch_split import SplitRegion
 from moe_compile.dims.factors import Factor, flat
-from moe_compile.dims.tracker import ExpertTracker
+from moe_compile.dims.tracker import Tracker
 from moe_compile.graph.query import argument_of, operator_at
 from moe_compile.graph.torch_calls import torch_name
 from moe_compile.journal.left import Left
@@ -28,7 +28,7 @@ FORMS: Final = frozenset(
 TAKES: Final = ("index_select", "gather")
 
 
-def check_factors(split: SplitRegion, tracker: ExpertTracker) -> None:
+def check_factors(split: SplitRegion, tracker: Tracker) -> None:
     """Raise Left for a factor of the region's rows that is not of their tokens alone."""
     found = split.found
     assert found.chosen is not None

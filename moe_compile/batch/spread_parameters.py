@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from moe_compile.dims.arguments import moved
 from moe_compile.dims.factors import Dims, Factor, Lost, flat, holds, size_of
-from moe_compile.dims.tracker import ExpertTracker
+from moe_compile.dims.tracker import Tracker
 from moe_compile.graph.query import called_name, has_gradient, tensor_of
 
 EXPANDS: Final = frozenset({"expand", "broadcast_to"})
@@ -23,7 +23,7 @@ OTHERS: Final = frozenset({"expand_as", "repeat_interleave", "index_select", "em
 """What repeats elements too, and is not made anew in other sizes."""
 
 
-def is_spread(node: fx.Node, tracker: ExpertTracker, batch: Factor) -> bool:
+def is_spread(node: fx.Node, tracker: Tracker, batch: Factor) -> bool:
     """Whether `node`, which has the batch and depends on nothing that has, repeats a parameter."""
     name = called_name(node)
     if not has_gradient(node) or name not in EXPANDS | REPEATS | OTHERS:
@@ -38,7 +38,7 @@ def repeats_in(node: fx.Node, sizes: list[int]) -> list[int]:
     return [size // given for size, given in zip(sizes, _given_sizes(node), strict=True)]
 
 
-def _is_outermost(node: fx.Node, tracker: ExpertTracker, batch: Factor) -> bool:
+def _is_outermost(node: fx.Node, tracker: Tracker, batch: Factor) -> bool:
     """Whether each index of the batch has the same elements, whatever comes before it."""
     dims: Dims = tracker.dims(node)
     along = next(i for i, dim in enumerate(dims) if holds(dim, batch))

@@ -16,8 +16,7 @@ from typing import Any, Final
 import torch.fx as fx
 
 from moe_compile.dims.factors import Dims, Lost, flat, unify
-from moe_compile.dims.rules import meeting
-from moe_compile.dims.tracker import ExpertTracker
+from moe_compile.dims.tracker import Tracker
 from moe_compile.graph.query import is_integer, operator_at, tensor_of
 from moe_compile.graph.torch_calls import torch_name
 
@@ -34,7 +33,7 @@ def is_taken(node: fx.Node) -> bool:
     return any(isinstance(one, fx.Node) and is_integer(one) for one in _indices(node))
 
 
-def taken(tracker: ExpertTracker, node: fx.Node) -> Dims:
+def taken(tracker: Tracker, node: fx.Node) -> Dims:
     """Return the factors of what is taken; of what is written to those of all of it."""
     source = _source(node)
     indices = _aligned(_indices(node), len(tracker.dims(source)))
@@ -56,7 +55,7 @@ def _aligned(indices: list[Any], num_dims: int) -> list[Any]:
 
 
 def _places(
-    tracker: ExpertTracker, node: fx.Node, indices: Sequence[Any], several: Sequence[int]
+    tracker: Tracker, node: fx.Node, indices: Sequence[Any], several: Sequence[int]
 ) -> Dims:
     """Return the factors of the places that are named; note those that are not treated apart."""
     dims: Dims = []
@@ -85,7 +84,7 @@ def _indices(node: fx.Node) -> list[Any]:
     return list(given) if isinstance(given, tuple) else [given]
 
 
-def _broadcast(tracker: ExpertTracker, indices: Sequence[Any]) -> Dims:
+def _broadcast(tracker: Tracker, indices: Sequence[Any]) -> Dims:
     """Return the factors that tensors have together, which are indices at the same time."""
     each = [tracker.dims(one) for one in indices if isinstance(one, fx.Node)]
     together: Dims = [[] for _ in range(max(map(len, each)))]
@@ -93,12 +92,12 @@ def _broadcast(tracker: ExpertTracker, indices: Sequence[Any]) -> Dims:
         for i, dim in enumerate(dims, len(together) - len(dims)):
             if flat(together[i]) and flat(dim):
                 unify(together[i], dim)
-            together[i] = meeting(together[i], dim)
+            together[i] = flat(together[i]) or flat(dim)
     return together
 
 
 def _check_places(
-    tracker: ExpertTracker,
+    tracker: Tracker,
     node: fx.Node,
     indices: Sequence[Any],
     where: Sequence[int],
@@ -158,7 +157,7 @@ def _is_first_of_several(user: fx.Node, index: fx.Node) -> bool:
     return first is index and is_named and index not in (*others, *user.args[2:])
 
 
-def _write(tracker: ExpertTracker, node: fx.Node, places: Dims) -> None:
+def _write(tracker: Tracker, node: fx.Node, places: Dims) -> None:
     """Name alike what is written and where it is written to."""
     value = node.args[2]
     if not isinstance(value, fx.Node):

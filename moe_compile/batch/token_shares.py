@@ -20,9 +20,9 @@ import torch.fx as fx
 
 from moe_compile.batch.batch_split import SplitRegion, TokenShare
 from moe_compile.batch.sharded_rules import same_on, summed_over, takes_own_part
+from moe_compile.dims.arguments import CASTS
 from moe_compile.dims.factors import Dims, Factor, Lost, flat
-from moe_compile.dims.rules import CASTS
-from moe_compile.dims.tracker import ExpertTracker, is_movement
+from moe_compile.dims.tracker import Tracker, is_movement
 from moe_compile.graph.query import is_launch, known_rows, operator_at
 from moe_compile.graph.torch_calls import torch_name
 from moe_compile.journal.left import Left
@@ -111,7 +111,7 @@ class _Summing:
         return isinstance(node, fx.Node) and bool(summed_over(node))
 
 
-def dims_of_slice(tracker: ExpertTracker, node: fx.Node, split: SplitRegion) -> Dims | None:
+def dims_of_slice(tracker: Tracker, node: fx.Node, split: SplitRegion) -> Dims | None:
     """Return the factors of what a share takes; None where it is taken of something else."""
     tokens, source = (tracker.dims(n) for n in (split.found.tokens, node.all_input_nodes[0]))
     if split.share is None or flat(tokens[0]) != flat(source[0]):
@@ -123,7 +123,7 @@ def dims_of_slice(tracker: ExpertTracker, node: fx.Node, split: SplitRegion) -> 
 def check_share(
     split: SplitRegion,
     share: TokenShare,
-    tracker: ExpertTracker,
+    tracker: Tracker,
     given: Collection[fx.Node],
 ) -> None:
     """Refuse unless all of the ranks have the tokens, and their experts and scores.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 
 from moe_compile.dims.factors import Factor
-from moe_compile.dims.tracker import ExpertTracker
+from moe_compile.dims.tracker import Tracker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class CapacityRegion:
     """From dispatch to result, both included, in graph order."""
     cut: tuple[fx.Node, ...]
     """What the body reads from outside and has the index of experts: a chunk reads its part."""
-    tracker: ExpertTracker
+    tracker: Tracker
     experts: Factor
     """The factor that is the index of local experts."""
     expert_of: Mapping[fx.Node, int] = field(hash=False)

@@ -38,11 +38,9 @@ from torch.utils import _pytree as pytree
 from moe_compile.attention.head_inputs import read_from_outside
 from moe_compile.attention.head_proof import check_escapes
 from moe_compile.capacity.capacity_regions import CapacityRegion
-from moe_compile.dims.arguments import joined
-from moe_compile.dims.expert_rules import follow
+from moe_compile.dims.arguments import joined, operator_name
 from moe_compile.dims.factors import Dims, Factor, Lost, flat, holds
-from moe_compile.dims.rules import operator_name
-from moe_compile.dims.tracker import ExpertTracker, is_even_exchange, move_name
+from moe_compile.dims.tracker import Tracker, is_even_exchange
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.query import (
@@ -120,7 +118,7 @@ def _region(
     result, dependence = waits[-1], facts.dependence
     between = dependence.below([dispatch]) & dependence.above([result], stops=[dispatch])
     body = dependence.in_order(between)
-    tracker = ExpertTracker()
+    tracker = Tracker()
     try:
         _follow(tracker, body)
         experts = _experts(tracker)
@@ -138,36 +136,36 @@ def _region(
     return Verdict(candidate=name, reason=why, detail=detail, is_region=True)
 
 
-def _follow(tracker: ExpertTracker, body: list[fx.Node]) -> None:
+def _follow(tracker: Tracker, body: list[fx.Node]) -> None:
     lost: Lost | None = None
     for node in body:
         if is_launch(node) and node is not body[0] and not is_even_exchange(node):
             raise Left(Reason.COMMUNICATES, operator_at(node))
         try:
-            follow(tracker, node)
+            tracker.follow(node)
         except Lost as error:  # what is written further down tells what was meant
             lost = lost or error
     if lost is not None:
         raise lost
 
 
-def _dims(tracker: ExpertTracker, node: fx.Node) -> Dims:
+def _dims(tracker: Tracker, node: fx.Node) -> Dims:
     return tracker.dims(node) if node in tracker else []
 
 
-def _experts(tracker: ExpertTracker) -> list[Factor]:
+def _experts(tracker: Tracker) -> list[Factor]:
     """Return the factors that may be the index of experts, the longest first."""
     found = dict.fromkeys([*_shared_by_weights(tracker), *_picked_for_weights(tracker)])
     return sorted(found, key=lambda factor: -factor.size)
 
 
-def _shared_by_weights(tracker: ExpertTracker) -> Iterator[Factor]:
+def _shared_by_weights(tracker: Tracker) -> Iterator[Factor]:
     for operand, factors in tracker.products:
         if len(flat(factors)) == 1 and is_weight(operand):
             yield flat(factors)[0]
 
 
-def _picked_for_weights(tracker: ExpertTracker) -> Iterator[Factor]:
+def _picked_for_weights(tracker: Tracker) -> Iterator[Factor]:
     """Yield factors of which each index has weights that no other has."""
     indices: dict[Factor, dict[fx.Node, set[int]]] = {}
     for product, operand in tracker.weights:
@@ -194,7 +192,7 @@ def are_experts_of_unknown_size(body: Sequence[fx.Node]) -> bool:
         return False
     above: dict[fx.Node, Weights] = {}
     for node in body:
-        name = operator_name(node) or move_name(node)
+        name = operator_name(node)
         own = _weights(node) if name in PRODUCTS else frozenset()
         if name in BATCHED and any(len(_shape(weight)) >= OF_ALL for weight in own):
             return True
@@ -245,7 +243,7 @@ WHOLE: Final = -1
 
 def prove(
     name: str,
-    tracker: ExpertTracker,
+    tracker: Tracker,
     candidates: Sequence[Factor],
     body: Sequence[fx.Node],
     facts: GraphFacts,
@@ -284,7 +282,7 @@ def prove(
 
 
 def _travelling(
-    tracker: ExpertTracker,
+    tracker: Tracker,
     candidates: Sequence[Factor],
     rows: fx.Node,
     dispatch: fx.Node,
@@ -304,7 +302,7 @@ def _travelling(
     raise Lost("the index of the experts is not in what is sent and in what comes back")
 
 
-def _num_places(tracker: ExpertTracker, node: fx.Node, experts: Factor) -> int:
+def _num_places(tracker: Tracker, node: fx.Node, experts: Factor) -> int:
     """Return in how many dimensions `node` has the index of experts; raises inside a join."""
     factors = [factor for dim in tracker.dims(node) for factor in dim]
     if any(f is not experts and holds([f], experts) for f in factors):
@@ -313,7 +311,7 @@ def _num_places(tracker: ExpertTracker, node: fx.Node, experts: Factor) -> int:
 
 
 def _experts_of_values(
-    tracker: ExpertTracker, experts: Factor, body: Sequence[fx.Node]
+    tracker: Tracker, experts: Factor, body: Sequence[fx.Node]
 ) -> dict[fx.Node, int]:
     """Return which expert each value is of, `WHOLE` where all are in it."""
     found: dict[fx.Node, int] = {}
@@ -326,7 +324,7 @@ def _experts_of_values(
 
 
 def _inputs_to_cut(
-    tracker: ExpertTracker,
+    tracker: Tracker,
     experts: Factor,
     expert_of: dict[fx.Node, int],
     body: Sequence[fx.Node],

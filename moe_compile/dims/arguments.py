@@ -1,4 +1,4 @@
-"""Arguments of the operators that heads are followed through, by position or by name.
+"""What a node calls, and the arguments of what moves data, by position or by name.
 
 Contract
     A call that names an argument which its operator is not known to have raises Lost: nothing is
@@ -7,12 +7,16 @@ Contract
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any, Final
 
+import torch
 import torch.fx as fx
+import torch.nn.functional as F
 
 from moe_compile.dims.factors import Lost
-from moe_compile.graph.query import argument_of, called_name, operator_at
+from moe_compile.graph.query import argument_of, called_name, operator_at, tensor_of
 
 PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "view": ("input", "size"),
@@ -36,20 +40,15 @@ PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "repeat_interleave": ("input", "repeats", "dim"),
     "cat": ("tensors", "dim"),
     "stack": ("tensors", "dim"),
-    "unbind": ("input", "dim"),
-    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
-    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
-    "mean": ("input", "dim", "keepdim", "dtype"),
-    "sum": ("input", "dim", "keepdim", "dtype"),
-    "amax": ("input", "dim", "keepdim"),
-    "view_as_complex": ("input",),
-    "view_as_real": ("input",),
 }
-"""Operator -> its arguments in order, the value that it moves or reads first."""
+"""What moves data -> its arguments in order, the value that it moves first."""
 
+CASTS: Final = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16"})
+"""Only their first argument gives values."""
+HOMES: Final = (torch, torch.functional, F, torch._C._nn, operator)
+"""Modules whose functions are known by name."""
 ALSO_CALLED: Final = {
     "axis": "dim",
-    "keepdims": "keepdim",
     "a": "input",
     "x": "input",
     "x1": "input",
@@ -100,3 +99,29 @@ def joined(call: fx.Node) -> list[fx.Node]:
     if not isinstance(parts, list | tuple) or not all(isinstance(p, fx.Node) for p in parts):
         raise Lost(f"{operator_at(call)} joins something unknown")
     return list(parts)
+
+
+def operator_name(node: fx.Node) -> str:
+    """Return the name of an operator of PyTorch or Python, as a method or a function, or ""."""
+    if node.op == "call_method":
+        return str(node.target)
+    name = getattr(node.target, "__name__", "")
+    known = any(getattr(home, name, None) is node.target for home in HOMES)
+    return name if node.op == "call_function" and known else ""
+
+
+def one_index(node: fx.Node) -> tuple[int, int] | None:
+    """Return the dimension and the index that `x[:, i]` or a `select` takes; None for another."""
+    source = node.all_input_nodes[0]
+    tensor = tensor_of(source)
+    if tensor is None or len(node.all_input_nodes) > 1:
+        return None
+    if operator_name(node) == "select":
+        dim, index = argument_of(node, 1, "dim"), argument_of(node, 2, "index")
+        is_known = isinstance(dim, int) and isinstance(index, int)
+        return (from_left(dim, tensor.dim()), index) if is_known else None
+    given = node.args[1]
+    indices: Sequence[Any] = given if isinstance(given, tuple) else (given,)
+    at = len(indices) - 1
+    leading = all(one == slice(None) for one in indices[:-1])
+    return (at, indices[-1]) if leading and type(indices[-1]) is int else None

@@ -1,34 +1,31 @@
-"""Follow the factors of tensors through the operators that only move data.
+"""The factors of the values of one region or graph, and what its operators do to them.
 
 Contract
-    `is_movement` names the operators followed; every other one ends a path, or raises Lost.
+    A node is followed by the aten operators that it runs (`dims/operators.py`), but for exchanges
+    and waits, and for one of several results. What cannot be followed raises Lost.
     Sizes are numbers, or what stands for products of symbols; any other raises Lost.
-
-Follow named factors through what also takes one index of a factor, as a loop over experts does.
-A value has the indices of a factor all, in a dimension, or one, which `picks` names. Values of
-several indices that meet close the factor; those of all, joined in order, have it again.
+    `is_movement` names the operators that only move data; regions of attention have no others.
+    A value has the indices of a factor all, in a dimension, or one, which `picks` names, as in a
+    loop over experts. Values of several indices that meet close the factor; those of all, joined in
+    order, have it again.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.dims.arguments import (
-    PARAMETERS,
-    argument,
-    dim_of,
-    from_left,
-    joined,
-    moved,
-)
-from moe_compile.dims.factors import Dims, Factor, Lost, flat, regroup, size_of, unify
+from moe_compile.dims.arguments import dim_of, moved, one_index, operator_name
+from moe_compile.dims.factors import Dims, Factor, Lost, flat, regroup, size_of
+from moe_compile.dims.flow import Flow, Followed, Notes, Picked, Picks
+from moe_compile.dims.node_run import results, run_node
 from moe_compile.dims.sizes import SizeNumbers
+from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.query import (
     input_splits,
     is_all_to_all,
@@ -52,18 +49,6 @@ OTHERS: Final = frozenset({"permute", "expand", "repeat_interleave", "cat"})
 NO_SYMBOLS: Final = SizeNumbers()
 
 
-def move_name(node: fx.Node) -> str:
-    """Return the name of an operator of PyTorch, as a method or a function; "" for another."""
-    if node.op == "call_method":
-        return str(node.target)
-    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverloadPacket):
-        return ""
-    target: Any = node.target
-    name = getattr(target, "__name__", "")
-    known = (getattr(torch, name, None), getattr(torch.functional, name, None))
-    return name if any(target is found for found in known if found) else ""
-
-
 def is_even_exchange(node: fx.Node) -> bool:
     """Whether the node is an all-to-all that gives every rank as many rows, known beforehand."""
     if not is_all_to_all(node):
@@ -79,10 +64,10 @@ def is_movement(node: fx.Node) -> bool:
         return is_wait(source) or is_all_to_all(source)
     if node.target is operator.getitem:
         source = node.all_input_nodes[0]
-        return move_name(source) in CUTS and isinstance(node.args[1], int)
+        return operator_name(source) in CUTS and isinstance(node.args[1], int)
     if is_form(node):
         return _keeps_type(node)
-    return is_all_to_all(node) or move_name(node) in COPIES | SWAPS | SHIFTS | CUTS | OTHERS
+    return is_all_to_all(node) or operator_name(node) in COPIES | SWAPS | SHIFTS | CUTS | OTHERS
 
 
 def _keeps_type(form: fx.Node) -> bool:
@@ -93,7 +78,7 @@ def _keeps_type(form: fx.Node) -> bool:
 
 def is_form(node: fx.Node) -> bool:
     """Whether the node's arguments name the sizes of its result."""
-    return move_name(node) in FORMS
+    return operator_name(node) in FORMS
 
 
 def sizes_of(node: fx.Node, numbers: SizeNumbers = NO_SYMBOLS) -> list[int]:
@@ -112,20 +97,24 @@ def cut_dim(node: fx.Node) -> int:
     return dim_of(node, made[0].dim(), default=0)
 
 
-class Tracker:
+class Tracker(Notes):
     """The factors of the values of one region."""
 
     def __init__(self, numbers: SizeNumbers = NO_SYMBOLS) -> None:
         """Start with no value known; `numbers` stand for sizes that are symbols."""
+        super().__init__()
         self.numbers = numbers
         self._dims: dict[fx.Node, Dims] = {}
-        self._started: list[fx.Node] = []
+        self._picked: dict[fx.Node, Picked] = {}
+        self._several: dict[fx.Node, list[tuple[Dims | None, Picked]]] = {}
+        """Node that makes several tensors -> factors of each, and the indices it was made from."""
+        self._started: dict[fx.Node, None] = {}
         self.sent: dict[fx.Node, list[Factor]] = {}
         """Exchange -> the factors that said which rank a row went to."""
         self.source: dict[fx.Node, Factor] = {}
         """Exchange -> the factor that says which rank a row came from."""
-        self.closed: list[tuple[fx.Node, list[Factor]]] = []
-        """Node -> a dimension whose indices it does not treat apart."""
+        self.terms: dict[fx.Node, Dims] = {}
+        """Loss -> the factors of the terms that it adds up."""
 
     def __contains__(self, node: fx.Node) -> bool:
         """Whether the factors of `node` are known."""
@@ -138,17 +127,17 @@ class Tracker:
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """Return what `node` reads, but for what tells the sizes and bounds of what it moves."""
         is_told = is_movement(node) or node.target in (operator.getitem, operator.setitem)
-        return [n for n in node.all_input_nodes if not (is_told and self.numbers.tells_sizes(n))]
-
-    def cut_sizes(self, cut: fx.Node) -> list[int]:
-        """Return how long the pieces of a split or chunk are."""
-        along = cut_dim(cut)
-        return [self.numbers.product_of(piece.shape[along]) for piece in value_of(cut)]
+        written = node.args[2] if node.target is operator.setitem else None
+        return [
+            one
+            for one in node.all_input_nodes
+            if one is written or not (is_told and self.numbers.tells_sizes(one))
+        ]
 
     def start(self, node: fx.Node) -> None:
         """Give every dimension of `node` a factor of its own."""
         self._dims[node] = [[Factor(size)] for size in self.sizes_of(node)]
-        self._started.append(node)
+        self._started[node] = None
 
     def put(self, node: fx.Node, dims: Dims) -> None:
         """Say what the factors of `node` are; raises Lost unless its sizes agree."""
@@ -160,230 +149,114 @@ class Tracker:
         """Return every value that tracking began at."""
         return tuple(self._started)
 
-    def result_of_attention(self, core: fx.Node, query: fx.Node, value: fx.Node) -> None:
-        """Give the result of attention the query's factors but for the last dimension."""
-        self._dims[core] = [*self.dims(query)[:-1], [Factor(self.sizes_of(value)[-1])]]
-
     def dims(self, node: fx.Node) -> Dims:
-        """Return the factors of `node`."""
+        """Return the factors of `node`; of one that cuts, those of what it cuts."""
         if node not in self:
             raise Lost(f"{operator_at(node)} was not followed")
         return [flat(dim) for dim in self._dims[node]]
 
-    def step(self, node: fx.Node) -> None:
-        """Find the factors of a movement from those of its inputs."""
-        self.put(node, _rule_of(node)(self, node))
+    def pieces_of(self, node: fx.Node) -> list[Dims]:
+        """Return the factors of each tensor that `node` makes."""
+        return [[flat(dim) for dim in dims or ()] for dims, _ in self._several[node]]
 
-    def _source(self, node: fx.Node) -> Dims:
-        return self.dims(moved(node))
+    def picks(self, node: fx.Node) -> Picks:
+        """Return the indices that `node` was made from."""
+        return self.settled(node, self._picked.get(node, []))
 
-    def _formed(self, node: fx.Node) -> Dims:
-        return regroup([f for dim in self._source(node) for f in dim], self.sizes_of(node))
+    def result_of_attention(self, core: fx.Node, query: fx.Node, value: fx.Node) -> None:
+        """Give the result of attention the query's factors but for the last dimension."""
+        self._dims[core] = [*self.dims(query)[:-1], [Factor(self.sizes_of(value)[-1])]]
 
-    def _swapped(self, node: fx.Node) -> Dims:
-        dims = self._source(node)
-        i, j = (from_left(argument(node, name), len(dims)) for name in _pair_of(node))
-        dims[i], dims[j] = dims[j], dims[i]
-        return dims
+    def begin(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
+        """Begin at those of `sources` that are not known; give `node` the indices of all."""
+        for source in sources:
+            if source not in self:
+                self.start(source)
+        self._picked[node] = [pair for source in sources for pair in self.picks(source).items()]
+        self.picks(node)  # closes what meets here
 
-    def _shifted(self, node: fx.Node) -> Dims:
-        dims = self._source(node)
-        given = [argument(node, name) for name in ("source", "destination")]
-        taken, places = (
-            [from_left(d, len(dims)) for d in (g if isinstance(g, list | tuple) else [g])]
-            for g in given
-        )
-        placed = dict(zip(places, taken, strict=True))
-        rest = iter(i for i in range(len(dims)) if i not in taken)
-        return [dims[placed[i] if i in placed else next(rest)] for i in range(len(dims))]
+    def follow(self, node: fx.Node, *, may_write: bool = False) -> None:
+        """Find the factors of `node` from those of its inputs; those from outside begin here."""
+        sources = self.operands(node)
+        if is_all_to_all(node) or is_wait(node):
+            self.begin(node, sources)
+            self.put(node, self._exchanged(node) if is_all_to_all(node) else self.dims(moved(node)))
+        elif node.target is operator.getitem and node.args[0] in self._several:
+            self._take_piece(node)
+        elif written_arguments(node) and not may_write:
+            raise Lost(f"{operator_at(node)} writes in place")
+        else:
+            self.run(node, sources)
 
-    def _permuted(self, node: fx.Node) -> Dims:
-        dims = self._source(node)
-        order: Any = argument(node, "dims")
-        order = order if isinstance(order, list | tuple) else node.args[1:]
-        return [dims[from_left(i, len(dims))] for i in order]
+    def run(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
+        """Follow factors through a node by what it runs."""
+        made, flow = self.made_by(node, sources)
+        each = [flow.of(tensor) for tensor in results(made)]
+        whole = each[0]
+        if not isinstance(made, torch.Tensor):
+            self.put_several(node, [one.dims for one in each], [one.picked for one in each])
+            wholes = {id(w): w for one in each if (w := flow.whole_of.get(id(one.tensor)))}
+            whole = wholes.popitem()[1] if len(wholes) == 1 else whole
+        if whole.dims is None:
+            raise Lost(f"{operator_at(node)} makes what is not followed")
+        self.put(node, whole.dims)
+        self._picked[node] = self._replayed(node, whole.picked, sources)
 
-    def _expanded(self, node: fx.Node) -> Dims:
-        sizes, dims = self.sizes_of(node), self._source(node)
-        dims = [[] for _ in range(len(sizes) - len(dims))] + dims
-        return [
-            dim if size_of(dim) == size else [Factor(size)]
-            for dim, size in zip(dims, sizes, strict=True)
-        ]
+    def made_by(
+        self, node: fx.Node, sources: Sequence[fx.Node], instead: dict[str, Any] | None = None
+    ) -> tuple[Any, Flow]:
+        """Return what `node` makes, and what is known of its tensors.
 
-    def _repeated(self, node: fx.Node) -> Dims:
-        dims = self._source(node)
-        times = argument(node, "repeats")
-        if not isinstance(times, int):
-            raise Lost("an uneven repetition")
-        i = dim_of(node, len(dims))
-        dims[i] = [*dims[i], Factor(times)]
-        return dims
+        With `instead` the node is given these arguments, all by name.
+        """
+        if any(tensor_of(one) is None for one in sources):
+            raise Lost(f"{operator_at(node)}: a size is not known when compiling")
+        for source in sources:
+            if source not in self:
+                self.start(source)
+        flow = Flow(node, self.numbers, self)
+        made = run_node(flow, self._given, instead)
+        if not results(made):
+            raise Lost(f"{operator_at(node)} makes no tensor")
+        return made, flow
 
-    def _joined(self, node: fx.Node) -> Dims:
-        parts = joined(node)
-        given, along = [self.dims(part) for part in parts], cut_dim(node)
-        for dims in given[1:]:
-            if len(dims) != len(given[0]):
-                raise Lost("a concatenation of tensors with other numbers of dimensions")
-            for i, (first, other) in enumerate(zip(given[0], dims, strict=True)):
-                if i != along:
-                    unify(first, other)
-        dims = self.dims(parts[0])
-        pieces = tuple(self._dims[part][along] for part in parts)
-        dims[along] = [Factor(sum(size_of(piece) for piece in pieces), pieces=pieces)]
-        return dims
+    def put_several(
+        self, node: fx.Node, each: Sequence[Dims | None], picked: Sequence[Picked] | None = None
+    ) -> None:
+        """Say what the factors are of each tensor that `node` makes."""
+        picked = [[] for _ in each] if picked is None else picked
+        self._several[node] = list(zip(each, picked, strict=True))
 
-    def _piece(self, node: fx.Node) -> Dims:
-        cut, index = node.args
-        assert isinstance(cut, fx.Node) and isinstance(index, int)
-        return self.piece(cut, index)
+    def _given(self, node: fx.Node) -> Followed:
+        tensor, picked = tensor_of(node), list(self.picks(node).items())
+        assert tensor is not None
+        origin = node if node in self._started else None
+        return Followed(tensor.detach(), self.dims(node), picked, origin)
 
-    def piece(self, cut: fx.Node, index: int) -> Dims:
-        """Return the factors of one piece of a split."""
-        along, dims, sizes = cut_dim(cut), self.dims(cut), self.cut_sizes(cut)
-        whole = dims[along]
-        made = whole[0].pieces if len(whole) == 1 else ()
-        same = [size_of(piece) for piece in made] == sizes
-        dims[along] = flat(made[index]) if same else [Factor(sizes[index])]
-        return dims
+    def _replayed(self, node: fx.Node, picked: Picked, sources: Sequence[fx.Node]) -> Picked:
+        """Return the indices of `node`; closes those that no other node can take in its place."""
+        settled = self.settled(node, picked)
+        given = {factor for source in sources for factor in self.picks(source)}
+        own = [factor for factor in settled if factor not in given]
+        if own and (operator_name(node) not in ("getitem", "select") or one_index(node) is None):
+            self.closed += [(node, [factor]) for factor in own]
+        return list(settled.items())
 
-    def piece_read(self, cut: fx.Node, index: int) -> Dims:
-        """Return the factors of one piece of a split, as its readers told them where it has any."""
-        known = [u for u in cut.users if u in self and u.args[1] == index]
-        return self.dims(known[0]) if known else self.piece(cut, index)
+    def _take_piece(self, node: fx.Node) -> None:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        if not isinstance(index, int):
+            raise Lost(f"{operator_at(node)} is taken from something unknown")
+        dims, picked = self._several[source][index]
+        if dims is None:
+            raise Lost(f"{operator_at(node)} is not followed")
+        self.put(node, dims)
+        self._picked[node] = list(self.settled(node, picked).items())
 
     def _exchanged(self, node: fx.Node) -> Dims:
         if not is_even_exchange(node):
             raise Lost("an exchange that is not even")
-        dims, num_ranks = self._source(node), len(output_splits(node))
+        dims, num_ranks = self.dims(moved(node)), len(output_splits(node))
         sent, rest = regroup(dims[0], [num_ranks, size_of(dims[0]) // num_ranks])
         self.sent[node], self.source[node] = sent, Factor(num_ranks)
         return [[self.source[node], *rest], *dims[1:]]
-
-
-def _pair_of(swap: fx.Node) -> tuple[str, ...]:
-    """Return the names of the dimensions that change places."""
-    return PARAMETERS[move_name(swap)][1:]
-
-
-RULES: Final = {
-    **dict.fromkeys(COPIES | CUTS, Tracker._source),
-    **dict.fromkeys(FORMS, Tracker._formed),
-    **dict.fromkeys(SWAPS, Tracker._swapped),
-    **dict.fromkeys(SHIFTS, Tracker._shifted),
-    "permute": Tracker._permuted,
-    "expand": Tracker._expanded,
-    "repeat_interleave": Tracker._repeated,
-    "cat": Tracker._joined,
-}
-
-
-def _rule_of(node: fx.Node) -> Callable[[Tracker, fx.Node], Dims]:
-    if is_all_to_all(node):
-        return Tracker._exchanged
-    if is_wait(node):
-        return Tracker._source
-    if node.target is operator.getitem:
-        return Tracker._piece
-    if (name := move_name(node)) not in RULES:
-        raise Lost(f"{operator_at(node)} is no movement of data")
-    return RULES[name]
-
-
-Picks = dict[Factor, int]
-"""Factor -> the one index of it that a value was made from."""
-
-
-class ExpertTracker(Tracker):
-    """The factors of the values of one region, and the indices taken of them."""
-
-    def __init__(self, numbers: SizeNumbers = NO_SYMBOLS) -> None:
-        """Start with no value known; `numbers` stand for sizes that are symbols."""
-        super().__init__(numbers)
-        self._picks: dict[fx.Node, list[tuple[Factor, int]]] = {}
-        self.products: list[tuple[fx.Node, list[Factor]]] = []
-        """Operand from outside -> an index that it shares with the rows of a product, and that the
-        product keeps."""
-        self.weights: list[tuple[fx.Node, fx.Node]] = []
-        """Product -> an operand of it from outside."""
-        self.terms: dict[fx.Node, Dims] = {}
-        """Loss -> the factors of the terms that it adds up."""
-
-    def picks(self, node: fx.Node) -> Picks:
-        """Return the indices that `node` was made from."""
-        found: Picks = {}
-        for given, index in self._picks.get(node, ()):
-            for factor in flat([given]):
-                if found.setdefault(factor, index) != index or flat([given]) != [factor]:
-                    self.closed.append((node, [factor]))
-        return found
-
-    def pick(self, node: fx.Node, factor: Factor, index: int) -> None:
-        """Note that `node` has one index of `factor`."""
-        self._picks.setdefault(node, []).append((factor, index))
-
-    def inherit(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
-        """Give `node` the indices of what it reads."""
-        self._picks[node] = [pair for source in sources for pair in self.picks(source).items()]
-        self.picks(node)  # closes what meets here
-
-    def common_picks(self, parts: Sequence[fx.Node]) -> tuple[Factor | None, Picks]:
-        """Return the factor whose indices `parts` are, all in order, and what they share."""
-        each = [self.picks(part) for part in parts]
-        together = [
-            factor
-            for factor in each[0]
-            if factor.size == len(parts)
-            and [picks.get(factor) for picks in each] == list(range(len(parts)))
-        ]
-        joined = together[0] if together else None
-        shared = [{f: i for f, i in picks.items() if f is not joined} for picks in each]
-        for picks in shared[1:]:
-            for factor in {*picks, *shared[0]}:
-                if picks.get(factor) != shared[0].get(factor):
-                    self.closed.append((parts[0], [factor]))
-        return joined, shared[0]
-
-    def join(self, node: fx.Node, parts: Sequence[fx.Node]) -> Factor | None:
-        """Give `node` what its parts share, and return the factor that they make up."""
-        joined, shared = self.common_picks(parts)
-        self._picks[node] = list(shared.items())
-        return joined
-
-    def outer_of(self, cut: fx.Node) -> Factor | None:
-        """Return the factor of which every piece of a split has one index, if there is one."""
-        sizes = self.cut_sizes(cut)
-        if len(sizes) < 2 or len({*sizes}) > 1:
-            return None
-        try:
-            outer, _ = regroup(self.dims(cut)[cut_dim(cut)], [len(sizes), sizes[0]])
-        except Lost:
-            return None
-        return outer[0] if len(outer) == 1 and not outer[0].pieces else None
-
-    def piece(self, cut: fx.Node, index: int) -> Dims:
-        """Return the factors of one piece of a split."""
-        outer = self.outer_of(cut)
-        if outer is None:
-            return super().piece(cut, index)
-        dims, along = self.dims(cut), cut_dim(cut)
-        dims[along] = dims[along][1:]
-        return dims
-
-    def joined(self, node: fx.Node) -> Dims:
-        """Return the factors of a concatenation of anything else."""
-        return self._joined(node)
-
-    def concatenated(self, node: fx.Node, parts: Sequence[fx.Node], along: int) -> Dims | None:
-        """Return the factors of a concatenation of all indices of a factor, None for another."""
-        joined = self.join(node, parts)
-        if joined is None:
-            return None
-        dims = self.dims(parts[0])
-        for part in parts[1:]:
-            for first, other in zip(dims, self.dims(part), strict=True):
-                unify(first, other)
-        dims = self.dims(parts[0])
-        dims[along] = [joined, *dims[along]]
-        return dims

@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
+from moe_compile.dims.record import SAME_VALUES
 from moe_compile.proof.operator_call import (
-    SAME_VALUES,
     SYMBOLIC,
     Call,
     is_small_integer,

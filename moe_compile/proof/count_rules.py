@@ -20,10 +20,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Max
 
+from moe_compile.dims.record import SAME_VALUES
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof import count_rules, order_rules
-from moe_compile.proof.operator_call import SAME_VALUES, Call, dim_of
+from moe_compile.proof.operator_call import Call, dim_of
 from moe_compile.proof.view_rules import MOVED
 from moe_compile.regions.label_bins import bins_of
 from moe_compile.regions.outside_reads import is_differentiable

@@ -32,12 +32,13 @@ from torch.utils._sympy.functions import FloorDiv, Max
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from moe_compile.dims.record import Operator
 from moe_compile.graph.memory import storages_of
 from moe_compile.graph.query import value_of
 from moe_compile.proof.constant_rules import FILLS
 from moe_compile.proof.count_samples import Sample
-from moe_compile.proof.operator_call import SYMBOLIC, written_tensors
-from moe_compile.proof.trace_steps import HostRead, NotFollowed, Operator, Step, Trace
+from moe_compile.proof.operator_call import SYMBOLIC
+from moe_compile.proof.trace_steps import HostRead, NotFollowed, Step, Trace
 from moe_compile.regions.count_facts import CountFacts
 
 
@@ -133,7 +134,7 @@ def _made(step: Step) -> list[torch.Tensor]:
         return [step.tensor]
     if not isinstance(step, Operator):
         return []
-    return _tensors(step.out) + written_tensors(step.func, step.args, step.kwargs)
+    return step.outputs + step.written
 
 
 def _writes(step: Step) -> bool:

@@ -23,8 +23,9 @@ from typing import Final
 import torch
 import torch.fx as fx
 
+from moe_compile.dims.record import SAME_VALUES
 from moe_compile.graph.query import operator_of, tensor_of
-from moe_compile.proof.operator_call import SAME_VALUES, Call
+from moe_compile.proof.operator_call import Call
 from moe_compile.regions.row_domain import Rows, Value
 
 BLOCK_BYTES: Final = 128

@@ -1,23 +1,22 @@
 """One aten operator of a region's body, with what is known of its inputs.
 
 Contract
-    Arguments are read by the names of the operator's schema, defaults included.
+    What is known of a tensor is found by its identity, and forgotten where it is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import sympy
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
+from moe_compile.dims.record import Operator
 from moe_compile.graph.memory import storages_of
-from moe_compile.graph.observation import written_by_schema
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.count_facts import CountFacts
@@ -25,9 +24,6 @@ from moe_compile.regions.outside_reads import Reads, is_differentiable
 from moe_compile.regions.row_domain import FROM_COUNTS, Fixed, Order, Outside, Value, length
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-SAME_VALUES: Final = frozenset({"_to_copy", "clone", "alias", "detach", "lift_fresh", "copy"})
-"""Operators that only copy, cast or rename, beside those tagged pointwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,63 +112,19 @@ def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One call of `func`, made by the graph's `node`."""
+class Call(Operator):
+    """One operator, with what is known where it runs."""
 
-    node: fx.Node
-    func: torch._ops.OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: Any
     known: Knowledge
-
-    @property
-    def name(self) -> str:
-        """`mm` of `aten::mm`; other namespaces are kept."""
-        return str(self.func._schema.name).removeprefix("aten::")
 
     @property
     def facts(self) -> CountFacts:
         """What is known of the counts."""
         return self.known.facts
 
-    @property
-    def is_pointwise(self) -> bool:
-        """Whether element i of the output reads only elements i of the inputs, broadcast."""
-        return torch.Tag.pointwise in self.func.tags or self.name in SAME_VALUES
-
-    def argument(self, name: str, default: Any = None) -> Any:
-        """Return the argument called `name` in the schema, or its default, or `default`."""
-        for i, declared in enumerate(self.func._schema.arguments):
-            if declared.name == name:
-                given = self.args[i] if i < len(self.args) else None
-                found = self.kwargs.get(name, given)
-                return declared.default_value if found is None else found
-        return default
-
     def value(self, tensor: torch.Tensor) -> Value:
         """Return what is known of an input."""
         return self.known.value(tensor)
-
-    @property
-    def leaves(self) -> list[Any]:
-        """All arguments, lists flattened."""
-        return pytree.tree_leaves((self.args, self.kwargs))
-
-    @property
-    def inputs(self) -> list[torch.Tensor]:
-        """All tensor arguments, in order."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-
-    @property
-    def outputs(self) -> list[torch.Tensor]:
-        """All tensors returned, in order."""
-        return [leaf for leaf in pytree.tree_leaves(self.out) if isinstance(leaf, torch.Tensor)]
-
-    @property
-    def written(self) -> list[torch.Tensor]:
-        """All tensors the operator writes in place, by its schema."""
-        return written_tensors(self.func, self.args, self.kwargs)
 
     def shape(self, tensor: torch.Tensor) -> list[sympy.Expr]:
         """Return the sizes of `tensor` as formulas in the counts."""
@@ -210,14 +162,6 @@ class Call:
     def unknown(self) -> Left:
         """Return the refusal of an operator that no rule covers."""
         return Left(Reason.UNKNOWN_OPERATOR, self.name)
-
-
-def written_tensors(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    """Return the tensors that `func` writes in place, by its schema."""
-    written = pytree.tree_leaves(written_by_schema(func, args, kwargs))
-    return [leaf for leaf in written if isinstance(leaf, torch.Tensor)]
 
 
 Rule = Callable[[Call], Value | list[Value]]

@@ -40,6 +40,7 @@ from typing import Any, Final
 import torch
 import torch.fx as fx
 
+from moe_compile.dims.record import UNTRACEABLE, Operator
 from moe_compile.graph.query import (
     input_splits,
     is_launch,
@@ -55,10 +56,10 @@ from moe_compile.proof.constant_nodes import constants_behind
 from moe_compile.proof.grouped_rules import why_not_sliceable
 from moe_compile.proof.kept_proofs import keep_proof, kept_proof
 from moe_compile.proof.kernel_bits import bits
-from moe_compile.proof.operator_call import SYMBOLIC, Call, Knowledge, functional, written_tensors
+from moe_compile.proof.operator_call import SYMBOLIC, Call, Knowledge, functional
 from moe_compile.proof.region_form import form_of
 from moe_compile.proof.row_rules import apply
-from moe_compile.proof.row_trace import UNTRACEABLE, trace_body
+from moe_compile.proof.row_trace import trace_body
 from moe_compile.proof.sampled_counts import check_on_samples, check_single_experts
 from moe_compile.proof.trace_steps import (
     Dispatched,
@@ -66,7 +67,6 @@ from moe_compile.proof.trace_steps import (
     GradientOf,
     HostRead,
     NotFollowed,
-    Operator,
     Produced,
     Step,
     Trace,
@@ -200,7 +200,7 @@ class _Proof:
         self.parts.follow(call)
         if step.func._schema.is_mutable:
             self.parts.note_writer(call, each[0] if each else None)
-        held = self.parts.written(written_tensors(step.func, step.args, step.kwargs), call, each)
+        held = self.parts.written(step.written, call, each)
         for tensor, value in itertools.chain(held, zip(outputs, each, strict=True)):
             self.known.set(tensor, checked(self.facts, tensor, value))
             self.bits.follow_memory(call, tensor, value)

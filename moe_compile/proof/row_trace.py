@@ -23,8 +23,8 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_compile.dims.record import UNTRACEABLE, Operator, Recorder
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.inner_graphs import CHECKPOINT, bodies, is_higher_order
 from moe_compile.graph.modes import Mode, changes_mode, modes, running_under
@@ -40,43 +40,11 @@ from moe_compile.proof.trace_steps import (
     GradientOf,
     HostRead,
     NotFollowed,
-    Operator,
     Produced,
     Step,
     Trace,
 )
 from moe_compile.regions.regions import MoERegion
-
-UNTRACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
-"""What running a node on fake tensors may raise where this torch cannot trace it."""
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes every operator that makes or writes tensors."""
-
-    def __init__(self, made_stable: frozenset[fx.Node]) -> None:
-        super().__init__()
-        self.steps: list[Step] = []
-        self.node: fx.Node | None = None
-        self.made_stable = made_stable
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        leaves = pytree.tree_leaves(out)
-        makes_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        if self.node is not None and (makes_tensors or func._schema.is_mutable):
-            stable = self.node in self.made_stable
-            call = stable_call(func, args, kwargs) if stable else (func, args, kwargs)
-            self.steps.append(Operator(self.node, *call, out))
-        return out
 
 
 @dataclass(slots=True)
@@ -84,7 +52,8 @@ class _Runner:
     """Runs the nodes of one body, one by one."""
 
     region: MoERegion
-    recorder: _Recorder
+    recorder: Recorder
+    steps: list[Step]
     modes: Mapping[fx.Node, Mode]
     dispatched: Mapping[fx.Node, fx.Node]
     """Dispatch -> what is read of it."""
@@ -106,15 +75,14 @@ class _Runner:
                 detail = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
                 raise _Stopped(node, Left(Reason.UNKNOWN_OPERATOR, detail)) from error
         for one in self.region.combined:
-            self.recorder.steps.append(Produced(one.launch, self._value(one.sent)))
+            self.steps.append(Produced(one.launch, self._value(one.sent)))
         self.recorder.node = None
 
     def _step(self, node: fx.Node) -> None:
-        steps = self.recorder.steps
         if node in self.dispatched:
-            steps.append(Dispatched(node, self._value(self.dispatched[node])))
+            self.steps.append(Dispatched(node, self._value(self.dispatched[node])))
         elif node.op == "call_method" and node.target == "item":
-            steps.append(HostRead(node, self._value(node.args[0])))
+            self.steps.append(HostRead(node, self._value(node.args[0])))
             self.env[node] = value_of(node)
         elif is_higher_order(node) and not runs_graphs(node):
             self._not_followed(node)
@@ -124,12 +92,12 @@ class _Runner:
                 detail = f"traced with types {types}, found to be {found}"
                 raise _Stopped(node, Left(Reason.UNKNOWN_OPERATOR, detail))
             if isinstance(made, torch.Tensor):
-                steps.append(Produced(node, made))
+                self.steps.append(Produced(node, made))
 
     def _made(self, node: fx.Node) -> Any:
         if not is_higher_order(node):
             return run_node(node, self._value)
-        return InnerRun(self._value, self.recorder.steps, node).higher_order(node)
+        return InnerRun(self._value, self.steps, node).higher_order(node)
 
     def _not_followed(self, node: fx.Node) -> None:
         """Take what a higher-order operator writes for anything computed from what it reads."""
@@ -139,7 +107,7 @@ class _Runner:
         read = tuple((n, self._value(n)) for n in node.all_input_nodes)
         inputs = tuple(t for _, t in read if isinstance(t, torch.Tensor))
         for target in dict.fromkeys(written):
-            self.recorder.steps.append(NotFollowed(node, self._value(target), inputs, read))
+            self.steps.append(NotFollowed(node, self._value(target), inputs, read))
 
     def _value(self, node: Any) -> Any:
         if node in self.env:
@@ -178,12 +146,18 @@ def trace_body(region: MoERegion, *, may_round: bool = False) -> Trace | tuple[f
     sources = [region.counts, region.received_counts, *received.values()]
     sources += [n for n in region.others if tensor_of(n) is not None and n not in constants]
     made_stable = frozenset(filter(is_open_sort, body)) if may_round else frozenset()
-    runner = _Runner(region, _Recorder(made_stable), region.facts.modes, received)
+    steps: list[Step] = []
+    recorder = Recorder(lambda one: steps.append(_stable(one) if one.node in made_stable else one))
+    runner = _Runner(region, recorder, steps, region.facts.modes, received)
     try:
         _run_on_fakes(runner, sources, [*constants, *body])
     except _Stopped as stopped:
         return stopped.node, stopped.why
-    return Trace(tuple(runner.inputs), tuple(runner.recorder.steps), made_stable)
+    return Trace(tuple(runner.inputs), tuple(runner.steps), made_stable)
+
+
+def _stable(one: Operator) -> Operator:
+    return Operator(one.node, *stable_call(one.func, one.args, one.kwargs), one.out)
 
 
 def _run_on_fakes(runner: _Runner, sources: list[fx.Node], nodes: list[fx.Node]) -> None:

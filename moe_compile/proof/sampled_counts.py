@@ -28,6 +28,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from moe_compile.dims.record import Operator
 from moe_compile.graph.effects import is_host_arithmetic
 from moe_compile.graph.query import is_assertion, operator_at, tensor_of, value_of
 from moe_compile.journal.left import Left
@@ -41,7 +42,7 @@ from moe_compile.proof.count_samples import (
     single_samples,
 )
 from moe_compile.proof.operator_call import SYMBOLIC, Claim
-from moe_compile.proof.trace_steps import HostRead, Operator, Step, Trace
+from moe_compile.proof.trace_steps import HostRead, Step, Trace
 from moe_compile.regions.count_facts import CountFacts, Premise
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_domain import (

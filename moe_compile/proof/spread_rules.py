@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import torch
 
+from moe_compile.dims.record import SAME_VALUES
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.grouped_rules import check_groups
-from moe_compile.proof.operator_call import SAME_VALUES, Call
+from moe_compile.proof.operator_call import Call
 from moe_compile.regions.row_domain import (
     Formulas,
     GroupOfRow,

@@ -12,16 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """One aten operator that `node` ran."""
-
-    node: fx.Node
-    func: torch._ops.OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: Any
+from moe_compile.dims.record import Operator
 
 
 @dataclass(frozen=True, slots=True)

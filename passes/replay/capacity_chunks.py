@@ -18,13 +18,10 @@ import torch
 import torch.fx as fx
 
 from moe_compile.capacity.capacity_regions import CapacityRegion
-from moe_compile.dims.arguments import joined, moved
-from moe_compile.dims.expert_rules import one_index
-from moe_compile.dims.products import linear_of
-from moe_compile.dims.rules import operator_name
-from moe_compile.dims.tracker import CUTS, cut_dim, move_name
+from moe_compile.dims.arguments import joined, moved, one_index, operator_name
+from moe_compile.dims.tracker import CUTS, cut_dim
 from moe_compile.graph.edit import Emitter
-from moe_compile.graph.query import tensor_of, value_of
+from moe_compile.graph.query import argument_of, tensor_of, value_of
 from passes.replay.factor_pieces import Emits, Pieces
 
 
@@ -72,7 +69,7 @@ class CapacityChunk:
         elif any(i in expert_of for i in node.all_input_nodes):
             self._join(node)
             return
-        elif move_name(node) in CUTS and self._is_by_expert(node):
+        elif operator_name(node) in CUTS and self._is_by_expert(node):
             source, along = self._now(moved(node)), cut_dim(node)
             size = int(value_of(node)[0].shape[along])
             sizes = [size] * len(self._experts)
@@ -88,19 +85,17 @@ class CapacityChunk:
 
         The only expert of a chunk has rows without gaps, for which it would add it inside.
         """
-        linear = linear_of(node)
-        if linear is None or linear.bias is None or len(self._experts) > 1:
+        bias = argument_of(node, 2, "bias") if operator_name(node) == "linear" else None
+        if bias is None or len(self._experts) > 1:
             return False
-        rows = tensor_of(linear.x)
+        rows = tensor_of(argument_of(node, 0, "input"))
         return rows is not None and not rows.is_contiguous()
 
     def _add_bias_apart(self, node: fx.Node) -> None:
-        linear = linear_of(node)
-        assert linear is not None
-        product = self._emit.instead(
-            node, node.target, self._now(linear.x), self._now(linear.weight)
-        )
-        self.env[node] = self._emit.instead(node, torch.add, product, self._now(linear.bias))
+        names = ("input", "weight", "bias")
+        x, weight, bias = (self._now(argument_of(node, i, name)) for i, name in enumerate(names))
+        product = self._emit.instead(node, node.target, x, weight)
+        self.env[node] = self._emit.instead(node, torch.add, product, bias)
 
     def _is_by_expert(self, cut: fx.Node) -> bool:
         return all(user in self._region.expert_of for user in cut.users)
@@ -112,7 +107,7 @@ class CapacityChunk:
         """Emit what takes one expert's part of all: it has another index among the chunk's."""
         index, source = self._region.expert_of[node] - self._experts.start, node.args[0]
         assert isinstance(source, fx.Node)
-        if move_name(source) in CUTS or operator_name(source) == "unbind":
+        if operator_name(source) in CUTS or operator_name(source) == "unbind":
             self.env[node] = self._emit.call(operator.getitem, self._now(source), index)
             return
         found = one_index(node)

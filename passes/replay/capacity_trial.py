@@ -22,18 +22,18 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_compile.capacity.capacity_regions import CapacityRegion
+from moe_compile.dims.record import SAME_VALUES, UNTRACEABLE, Operator, Recorder
 from moe_compile.graph.modes import Mode, modes, running_under
 from moe_compile.graph.observation import call as call_node
 from moe_compile.graph.observation import fake_mode_of, running_on
 from moe_compile.graph.query import is_launch, is_wait, operator_at, value_of
 from moe_compile.proof.kernel_bits import bits
-from moe_compile.proof.operator_call import SAME_VALUES, Call, Knowledge, functional
-from moe_compile.proof.row_trace import UNTRACEABLE
+from moe_compile.proof.operator_call import Call, Knowledge, functional
 from moe_compile.regions.count_facts import CountFacts
 from passes.replay.capacity_chunks import CapacityChunk, pieces_of
+from passes.replay.factor_pieces import Pieces
 
 NOT_TRIED: Final = "its operators could not be tried without values"
 
@@ -113,9 +113,16 @@ def _parts(region: CapacityRegion, bounds: Sequence[range]) -> list[dict[fx.Node
         chunk.env.update({source: pieces.cut(source)[number] for source in region.cut})
         for node in region.body:
             chunk.replay(node)
+            _check_sizes(node, chunk.env.get(node), pieces, experts)
         run.go_back(chunk.env[region.result])
         found.append(run.operators)
     return found
+
+
+def _check_sizes(node: fx.Node, made: Any, pieces: Pieces, experts: range) -> None:
+    """Raise ValueError where a chunk makes another size than its experts have of the whole."""
+    if isinstance(made, torch.Tensor) and list(made.shape) != pieces.sizes_of(node, len(experts)):
+        raise ValueError(f"{operator_at(node)} has other sizes for a part of the experts")
 
 
 class FakeRun:
@@ -126,13 +133,17 @@ class FakeRun:
     ) -> None:
         """Run on tensors of `fake`: nodes under their own modes, all else under the anchor's."""
         self._fake, self._modes, self._anchor = fake, modes, anchor
-        self._recorder = _Recorder()
+        self.operators: dict[fx.Node, list[Call]] = {}
+        """Node -> its operators: of its forward, then of its backward."""
+        self._recorder = Recorder(self._note)
+        self._known = Knowledge(CountFacts(1, 1, 1))
         self._given: dict[fx.Node, Any] = {}
 
-    @property
-    def operators(self) -> dict[fx.Node, list[Call]]:
-        """Return the operators of each node: of its forward, then of its backward."""
-        return self._recorder.calls
+    def _note(self, one: Operator) -> None:
+        if one.outputs:
+            func = functional(one.func) or one.func
+            made = Call(one.node, func, one.args, one.kwargs, one.out, self._known)
+            self.operators.setdefault(one.node, []).append(made)
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function."""
@@ -175,7 +186,7 @@ class FakeRun:
     def _run(self, node: fx.Node | None, run: Callable[[], Any]) -> Any:
         mode = self._modes[node or self._anchor]
         with running_on(self._fake), running_under(mode), self._recorder:
-            return self._recorder.note(node, run)
+            return self._recorder.run(node, run)
 
     def _values(self, arguments: Any, env: Mapping[fx.Node, Any]) -> Any:
         def now(leaf: Any) -> Any:
@@ -197,51 +208,3 @@ class FakeRun:
 
 def _is_leaf(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes operators with the node that runs them, or whose backward does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[fx.Node, list[Call]] = {}
-        self._known = Knowledge(CountFacts(1, 1, 1))
-        self._node: fx.Node | None = None
-        self._made_by: dict[Any, fx.Node | None] = {}
-        """Node of the graph of gradients -> whose backward it is."""
-
-    def note(self, node: fx.Node | None, run: Callable[[], Any]) -> Any:
-        """Return what `run` makes, which is done for `node`."""
-        self._node = node
-        made = run()
-        self._node = None
-        for leaf in pytree.tree_leaves(made):
-            if isinstance(leaf, torch.Tensor):
-                self._note_gradients(leaf.grad_fn, node)
-        return made
-
-    def _note_gradients(self, function: Any, node: fx.Node | None) -> None:
-        todo = [function]
-        while todo:
-            function = todo.pop()
-            if function is not None and function not in self._made_by:
-                self._made_by[function] = node
-                todo += [following for following, _ in function.next_functions]
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        going_back = torch._C._current_autograd_node()
-        node = self._made_by.get(going_back) if going_back is not None else self._node
-        makes = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(out))
-        if node is not None and makes:
-            made = Call(node, functional(func) or func, args, kwargs, out, self._known)
-            self.calls.setdefault(node, []).append(made)
-        return out

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
-from moe_compile.dims.arguments import moved
+from moe_compile.dims.arguments import moved, operator_name
 from moe_compile.dims.factors import Dims, Factor, flat, group_size, holds, size_of
-from moe_compile.dims.tracker import CUTS, Tracker, cut_dim, is_form, move_name
+from moe_compile.dims.tracker import CUTS, Tracker, cut_dim, is_form
 from moe_compile.graph.constant_tensors import maker_of
-from moe_compile.graph.query import is_all_to_all, output_splits, tensor_of, value_of
+from moe_compile.graph.query import is_all_to_all, output_splits, tensor_of
 
 
 class Emits(Protocol):
@@ -88,10 +88,10 @@ class Pieces:
         emit = self._emit
         if (make := maker_of(node)) is not None:
             env[node] = self.made(node, make, self.sizes_of(node, share))
-        elif is_form(node) or move_name(node) == "expand":
-            name = "expand" if move_name(node) == "expand" else "reshape"
+        elif is_form(node) or operator_name(node) == "expand":
+            name = "expand" if operator_name(node) == "expand" else "reshape"
             env[node] = emit.method(name, _source(node, env), self.sizes_of(node, share))
-        elif move_name(node) in CUTS:
+        elif operator_name(node) in CUTS:
             pieces = self._cut_sizes(node, share)
             env[node] = emit.call(torch.split, _source(node, env), pieces, cut_dim(node))
         elif is_all_to_all(node):
@@ -118,9 +118,8 @@ class Pieces:
 
     def _cut_sizes(self, node: fx.Node, share: int) -> list[int]:
         """Return the sizes of the pieces that a split has for one group, in order."""
-        along, tracker = cut_dim(node), self._tracker
-        pieces = range(len(value_of(node)))
-        return [self.sizes(tracker.piece_read(node, i), share)[along] for i in pieces]
+        along = cut_dim(node)
+        return [self.sizes(dims, share)[along] for dims in self._tracker.pieces_of(node)]
 
     def join(self, results: Sequence[Any], result: fx.Node) -> Any:
         """Emit the pieces of `result` as one."""

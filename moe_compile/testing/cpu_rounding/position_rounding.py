@@ -28,8 +28,9 @@ from typing import Any, Final
 
 import torch
 
+from moe_compile.dims.record import SAME_VALUES
 from moe_compile.proof.kernel_bits import BLOCK_BYTES
-from moe_compile.proof.operator_call import SAME_VALUES, SYMBOLIC, Call
+from moe_compile.proof.operator_call import SYMBOLIC, Call
 from moe_compile.regions.row_domain import Rows
 
 ROUNDED_RIGHT: Final = SAME_VALUES | frozenset(

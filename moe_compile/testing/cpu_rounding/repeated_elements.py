@@ -21,7 +21,8 @@ from typing import Final
 
 import torch
 
-from moe_compile.proof.operator_call import SAME_VALUES, Call
+from moe_compile.dims.record import SAME_VALUES
+from moe_compile.proof.operator_call import Call
 from moe_compile.regions.row_domain import Rows, Value
 from moe_compile.testing.cpu_rounding.position_rounding import on_cuda
 

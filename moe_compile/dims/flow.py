@@ -1,0 +1,205 @@
+"""The factors of the tensors that one node makes on its way, and one operator among them.
+
+Contract
+    Tensors are told apart by identity. One that comes of nowhere has factors of its own. A tensor
+    has all indices of a factor, in a dimension, or one, which its picks name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from moe_compile.dims.factors import Dims, Factor, Lost, flat, holds, size_of, unify
+from moe_compile.dims.record import Operator
+from moe_compile.dims.sizes import SizeNumbers
+from moe_compile.graph.memory import storages_of
+from moe_compile.graph.query import operator_at
+
+Picks = dict[Factor, int]
+"""Factor -> the one index of it that a value was made from."""
+Picked = list[tuple[Factor, int]]
+"""The same, as it was noted: factors may have been split since."""
+Each = tuple[Dims | None, ...]
+"""The factors of every result; None of one that is not followed."""
+
+
+class Notes:
+    """What operators were found to do to factors."""
+
+    def __init__(self) -> None:
+        """Start with nothing found."""
+        self.closed: list[tuple[fx.Node, list[Factor]]] = []
+        """Node -> a dimension whose indices it does not treat apart."""
+        self.products: list[tuple[fx.Node, list[Factor]]] = []
+        """Operand from outside -> an index that it shares with the rows of a product, and that the
+        product keeps."""
+        self.weights: list[tuple[fx.Node, fx.Node]] = []
+        """Product -> an operand of it from outside."""
+
+    def settled(self, node: fx.Node, picked: Picked) -> Picks:
+        """Return the indices that were noted; closes factors of which several meet."""
+        found: Picks = {}
+        for given, index in picked:
+            for factor in flat([given]):
+                if found.setdefault(factor, index) != index or flat([given]) != [factor]:
+                    self.closed.append((node, [factor]))
+        return found
+
+
+@dataclass(slots=True)
+class Followed:
+    """A tensor, and what is known of it."""
+
+    tensor: torch.Tensor
+    """Kept, so that its identity stays its own."""
+    dims: Dims | None
+    picked: Picked = field(default_factory=list)
+    origin: fx.Node | None = None
+    """What tracking began at that it is, or is another form of."""
+
+
+class Flow:
+    """The tensors that one node makes on its way."""
+
+    def __init__(self, node: fx.Node, numbers: SizeNumbers, notes: Notes) -> None:
+        """Note in `notes` what the operators of `node` do to factors."""
+        self.node, self.notes, self._numbers = node, notes, numbers
+        self._known: dict[int, Followed] = {}
+        self._origins: dict[fx.Node, Followed] = {}
+        self.whole_of: dict[int, Followed] = {}
+        """Identity of a piece -> what was cut into it and others."""
+
+    def give(self, known: Followed) -> None:
+        """Say what is known of a tensor that the node reads."""
+        self.put(known)
+        if known.origin is not None:
+            self._origins[known.origin] = known
+
+    def factors_of(self, origin: fx.Node) -> list[Factor]:
+        """Return the factors of what tracking began at."""
+        return [factor for dim in self._origins[origin].dims or () for factor in flat(dim)]
+
+    def put(self, known: Followed) -> None:
+        """Say what is known of a tensor; raises Lost unless its sizes agree."""
+        dims = known.dims
+        if dims is not None and [size_of(dim) for dim in dims] != self.sizes(known.tensor):
+            raise self.lost("has other sizes than were followed to it")
+        self._known[id(known.tensor)] = known
+
+    def of(self, tensor: torch.Tensor) -> Followed:
+        """Return what is known of a tensor."""
+        if id(tensor) not in self._known:
+            self.put(Followed(tensor, [[Factor(size)] for size in self.sizes(tensor)]))
+        return self._known[id(tensor)]
+
+    def dims(self, tensor: torch.Tensor) -> Dims:
+        """Return the factors of a tensor; raises Lost where it is not followed."""
+        dims = self.of(tensor).dims
+        if dims is None:
+            raise self.lost("reads what is not followed")
+        return [flat(dim) for dim in dims]
+
+    def sizes(self, tensor: torch.Tensor) -> list[int]:
+        """Return the sizes of a tensor, or what stands for them."""
+        return [self._numbers.product_of(size) for size in tensor.shape]
+
+    def close(self, dims: Iterable[list[Factor]]) -> None:
+        """Note dimensions whose indices are not treated apart."""
+        self.notes.closed += [(self.node, dim) for dim in dims]
+
+    def write(self, written: Followed) -> None:
+        """Close what is written through a view, and is not told apart in what has the memory."""
+        memory = storages_of(written.tensor)
+        for other in [*self._known.values()]:
+            if other is not written and storages_of(other.tensor) & memory:
+                given = [*(written.dims or ()), *([factor] for factor, _ in written.picked)]
+                own = [factor for dim in given for factor in flat(dim)]
+                self.close([f] for f in own if not any(holds(d, f) for d in other.dims or ()))
+
+    def lost(self, why: str) -> Lost:
+        """Return that factors are not followed through the node."""
+        return Lost(f"{operator_at(self.node)} {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Operator):
+    """One operator, with the factors of what it reads."""
+
+    flow: Flow
+    picked: list[Picked]
+    """Of each result: the indices that it was made from. Of all that is read, until a rule says
+    otherwise."""
+
+    def dims(self, tensor: torch.Tensor | None = None) -> Dims:
+        """Return the factors of what is read; of the first tensor where none is named."""
+        return self.flow.dims(self.inputs[0] if tensor is None else tensor)
+
+    def sizes(self, number: int = 0) -> list[int]:
+        """Return the sizes of a result."""
+        return self.flow.sizes(self.outputs[number])
+
+    def close(self, *dims: list[Factor]) -> None:
+        """Note dimensions whose indices come together, or change places."""
+        self.flow.close(dims)
+
+    def cuts(self) -> None:
+        """Say that the results are pieces of the first tensor."""
+        self.flow.whole_of |= {id(one): self.flow.of(self.inputs[0]) for one in self.outputs}
+
+    def lost(self, why: str) -> Lost:
+        """Return that factors are not followed through the call."""
+        return self.flow.lost(why)
+
+    def named(self, num_dims: int) -> list[int]:
+        """Return the dimensions that the call names, from the left; all where it names none."""
+        names = (self.argument(name) for name in ("dim", "dims", "dimension"))
+        given = next((one for one in names if one is not None and one != []), None)
+        if given is None:
+            return list(range(num_dims))
+        several = given if isinstance(given, list | tuple) else [given]
+        return [self.from_left(d, num_dims) for d in several]
+
+    def from_left(self, dim: Any, num_dims: int) -> int:
+        """Return a dimension counted from the left."""
+        if not isinstance(dim, int):
+            raise self.lost("works along a dimension that is not known when compiling")
+        return dim % max(num_dims, 1)
+
+    def meeting(self, left: list[Factor], right: list[Factor]) -> list[Factor]:
+        """Return the factors of a dimension that two tensors share, one broadcast perhaps.
+
+        Where they are no products of the same, the dimension is one of its own.
+        """
+        left, right = flat(left), flat(right)
+        if not left or not right:
+            return left or right
+        try:
+            unify(left, right)
+        except Lost:
+            self.close(left, right)
+            return [Factor(size_of(left))]
+        return flat(left)
+
+
+Rule = Callable[[Call], Dims | Each]
+
+
+def common_picks(notes: Notes, node: fx.Node, each: Sequence[Picks]) -> tuple[Factor | None, Picks]:
+    """Return the factor whose indices `each` are, all in order, and what they share."""
+    together = [
+        factor
+        for factor in each[0]
+        if factor.size == len(each) and [p.get(factor) for p in each] == list(range(len(each)))
+    ]
+    joined = together[0] if together else None
+    shared = [{f: i for f, i in picks.items() if f is not joined} for picks in each]
+    for picks in shared[1:]:
+        for factor in {*picks, *shared[0]}:
+            if picks.get(factor) != shared[0].get(factor):
+                notes.closed.append((node, [factor]))
+    return joined, shared[0]
