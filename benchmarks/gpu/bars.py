@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from benchmarks.link.cases import BASELINE
-from moe_compile.check.bars import Look, Section, no_failure
+from moe_compile.check.tables import Look, Section, no_failure
 
 MOST_COMPILE: Final = 2.0
 """Times the compilation of one chunk that four chunks of a bare layer may take."""

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu.sizes import Sizes
 from moe_compile.check.bits import poison
-from moe_compile.check.record import Record, say
+from moe_compile.check.sections import Record, say
 
 BEHIND: Final = 16
 """Rows behind the last offset."""

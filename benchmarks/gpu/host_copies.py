@@ -20,7 +20,7 @@ from benchmarks.gpu.device_time import synchronize
 from benchmarks.gpu.layer_check import GROUPS, start_one_rank
 from benchmarks.gpu.layer_step import GPU_VARIANTS, Compiled, LayerStep, start_compiler
 from benchmarks.gpu.sizes import Sizes
-from moe_compile.check.record import Record, say
+from moe_compile.check.sections import Record, say
 
 TO_HOST: Final = "Memcpy DtoH"
 """What Kineto calls a copy from the device to the host."""

@@ -29,7 +29,7 @@ from benchmarks.gpu.layer_step import (
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.link.cases import BASELINE, QUANTIZED
 from benchmarks.link.variants import Variant
-from moe_compile.check.record import Record, say
+from moe_compile.check.sections import Record, say
 
 ALLOWED: Final = 1.1
 """Times plain Inductor's error."""

@@ -32,7 +32,7 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.link.cases import BASELINE, LATENCY_S, NO_LINK_RATIO, RATIOS
 from benchmarks.link.link_model import LinkRate
 from benchmarks.link.machine import emulated_link_origin, write_profile
-from moe_compile.check.record import Record, say
+from moe_compile.check.sections import Record, say
 from moe_compile.hardware import load_profile
 
 WARM_UP: Final = 3

@@ -22,7 +22,7 @@ from benchmarks.gpu.link_rounds import check_link
 from benchmarks.gpu.sizes import SIZES, Sizes
 from benchmarks.gpu.sliced_products import check_slices
 from benchmarks.gpu.unit_tests import check_tests
-from moe_compile.check.record import Record
+from moe_compile.check.sections import Record
 
 SECTIONS: Final[Mapping[str, Callable[[Record, Sizes], None]]] = {
     "kernels": check_kernels,

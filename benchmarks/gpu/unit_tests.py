@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.sizes import Sizes
-from moe_compile.check.record import Record, say
+from moe_compile.check.sections import Record, say
 
 ROOT: Final = Path(__file__).parents[2]
 IMPORTS: Final = ("moe_compile.backend", "passes.pipeline", "moe_compile.testing.strategies")

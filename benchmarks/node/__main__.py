@@ -19,7 +19,7 @@ from benchmarks.node.sizes import PROMISED_S, SIZES
 from benchmarks.node.summary import print_summary
 from moe_compile.check.sections import passed_before, read_arguments, read_section, run_sections
 from moe_compile.hardware.detect import NO_GPU, detected_profile
-from moe_compile.report.command import recorded_command
+from moe_compile.report.provenance import recorded_command
 from moe_compile.source_hash import EVERY_SOURCE, hash_of_sources
 
 WIDTH: Final = 150

@@ -32,11 +32,11 @@ from benchmarks.link.variants import Variant
 from benchmarks.node.collectives import slowest
 from benchmarks.node.sizes import Sizes
 from benchmarks.paired import ratio
-from moe_compile.check.record import Record, say
+from moe_compile.check.sections import Record, say
 from moe_compile.check.team import Team
 from moe_compile.report.process_report import figures
 from moe_compile.runtime.launch_records import executed_records
-from moe_compile.testing.programs.groups import register_nodes
+from moe_compile.testing.process_groups import register_nodes
 from torchtitan_integration.metrics import measure_trace
 
 NODES: Final = 2

@@ -22,7 +22,7 @@ from benchmarks.node.collectives import (
     seconds_alone,
 )
 from benchmarks.node.sizes import Sizes
-from moe_compile.check.record import Record, say
+from moe_compile.check.sections import Record, say
 from moe_compile.check.team import Team
 
 NEEDS_S: Final = 20.0

@@ -25,7 +25,7 @@ from benchmarks.node.links import check_links
 from benchmarks.node.recipes import check_recipes
 from benchmarks.node.sizes import SIZES, Sizes
 from moe_compile.check.bits import check_bits
-from moe_compile.check.record import Record
+from moe_compile.check.sections import Record
 from moe_compile.check.team import RESTART, OutOfStep, Team
 
 SECTIONS: Final[Mapping[str, Callable[[Team, Sizes, Path], None]]] = {

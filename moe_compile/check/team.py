@@ -21,8 +21,8 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from moe_compile.check.record import Record, say
-from moe_compile.testing.joining import join
+from moe_compile.check.sections import Record, say
+from moe_compile.testing.process_groups import join
 from moe_compile.testing.rank_pool import forget_compiled
 
 Found = TypeVar("Found")

@@ -20,7 +20,7 @@ from typing import Any
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
-from moe_compile.report.nothing_rewritten import why_nothing_was_rewritten
+from moe_compile.report.explanation_text import why_nothing_was_rewritten
 from torchtitan_integration.job_checks import checked_ranks, not_compiled, notes_on
 from torchtitan_integration.job_config import REPORT_FILE
 from torchtitan_integration.job_file import JobFile, rank_with_loss, read_job, uses_megamoe

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.journal.kinds import Kind
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Kind, Reason
 from moe_compile.journal.remedies import ACTED_ON, REMEDIES
 
 

@@ -51,9 +51,8 @@ HAS_KERNELS: Final = (
     torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
 )
 if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster without it
-    from moe_compile.ops.kernels.gather_quantize_pack import gather_quantize_pack
     from moe_compile.ops.kernels.gather_rows import gather_rows
-    from moe_compile.ops.kernels.unpack_dequantize import unpack_dequantize
+    from moe_compile.ops.kernels.pack_rows import gather_quantize_pack, unpack_dequantize
 
 
 def has_kernel(device: torch.device) -> bool:

@@ -29,8 +29,7 @@ from moe_compile.ops.permute import LIBRARY
 from moe_compile.ops.quantized_rows import HAS_KERNELS
 
 if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster without it
-    from moe_compile.ops.kernels.dot_rows import dot_rows
-    from moe_compile.ops.kernels.sum_rows import sum_rows
+    from moe_compile.ops.kernels.sum_rows import dot_rows, sum_rows
 
 LIBRARY.define(
     "sum_of_places(Tensor[] rows, Tensor places, ScalarType dtype, Tensor? weights=None) -> Tensor"

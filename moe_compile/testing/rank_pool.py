@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.testing.cpu_rounding.cpu_bits import use_bits_of_environment
-from moe_compile.testing.joining import be_deterministic, join
+from moe_compile.testing.process_groups import be_deterministic, join
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 from moe_compile.torch_quirks.untraceable_guards import install_eager_fallback
 

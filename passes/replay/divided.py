@@ -24,7 +24,7 @@ Pseudo-code
 Emit the way home of rows that came in two hops: summed on the node, then at home.
 A token's rows cross from a node as one, in the type of its sum or, as rows inside the node, in
 eight bits. Orders and types are those of
-`moe_compile.ops.hop_sums`; each collective is a node of its own.
+`moe_compile.ops.two_hops`; each collective is a node of its own.
 
 Send what the model multiplies its rows by, where rows go in two hops: a number for each row.
 They go flat and at once, and so do their gradients home, where sums are made on the nodes; else
@@ -45,10 +45,9 @@ from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, input_splits, output_splits, tensor_of, waits_on
 from moe_compile.ops.hop_rows import BACK_ROWS, CHUNK_ROWS, HOP_SIZES
-from moe_compile.ops.hop_sums import PLACES_OF, TOKENS_RECEIVED
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.ops.row_sums import SUM_OF_PLACES, wide_type
-from moe_compile.ops.two_hops import ROWS_RECEIVED, SUMMED_AT_HOME
+from moe_compile.ops.two_hops import PLACES_OF, ROWS_RECEIVED, SUMMED_AT_HOME, TOKENS_RECEIVED
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import DividedForm

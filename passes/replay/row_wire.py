@@ -2,7 +2,7 @@
 
 Contract
     A message is packed once and may be moved, cut and handed on as rows are
-    (`moe_compile.ops.messages`). It carries no gradient: that is for operators which receive rows.
+    (`moe_compile.ops.packed_rows`). It carries no gradient: operators which receive rows do.
 """
 
 from __future__ import annotations

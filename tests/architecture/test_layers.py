@@ -29,7 +29,7 @@ LAYERS = (  # left to right; longest prefix wins
     ("moe_compile.cost",),
     ("moe_compile.schedule",),
     ("moe_compile.plan",),
-    ("moe_compile.report.decisions", "moe_compile.report.region_reports"),
+    ("moe_compile.report.region_reports",),
     ("passes",),
     ("moe_compile.report",),
     (

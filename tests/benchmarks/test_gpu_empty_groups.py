@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu import empty_groups
 from benchmarks.gpu.sizes import SMOKE
-from moe_compile.check.record import Record
+from moe_compile.check.sections import Record
 
 
 @pytest.fixture

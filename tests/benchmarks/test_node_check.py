@@ -19,10 +19,9 @@ from benchmarks.node.ranks import Ranks, environment_of
 from benchmarks.node.recipes import STEPS, judge_losses, most_off
 from benchmarks.node.sizes import PROMISED_S
 from benchmarks.node.summary import BARS
-from moe_compile.check.bars import judge
 from moe_compile.check.limited_process import run_ranks
-from moe_compile.check.record import Record
-from moe_compile.check.sections import LONGEST_S, read_section
+from moe_compile.check.sections import LONGEST_S, Record, read_section
+from moe_compile.check.tables import judge
 from moe_compile.hardware.profile import load_profile
 from torchtitan_integration.launch import ON_GPUS
 

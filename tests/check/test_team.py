@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.check import bits
-from moe_compile.check.record import Record
-from moe_compile.check.rewrites import ONE, PROGRAMS, items_for, on_ranks
+from moe_compile.check.bits import ONE, PROGRAMS, items_for, on_ranks
+from moe_compile.check.sections import Record
 from moe_compile.check.team import OutOfStep, Team
 from moe_compile.testing.programs.run import Findings
 

@@ -62,7 +62,6 @@ GROUPS: Final = (
         "rounding",
         (
             "moe_compile/testing/cpu_rounding/position_rounding.py",
-            "moe_compile/testing/cpu_rounding/repeated_elements.py",
             "moe_compile/testing/cpu_rounding/cpu_bits.py",
         ),
         (

@@ -20,7 +20,7 @@ from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.plan.chunk_numbers import Bound
 from moe_compile.plan.state import CompileState
 from moe_compile.report.compilations import Compilation
-from moe_compile.report.measures import predicted_measures
+from moe_compile.report.process_report import predicted_measures
 from passes.fuse_token_sums import FuseTokenSums
 from passes.split_batch import SplitBatch
 

@@ -42,7 +42,7 @@ from moe_compile.graph.query import (
 )
 from moe_compile.hardware.collectives import spread_of
 from moe_compile.report.compilations import Compilation
-from moe_compile.report.measures import predicted_measures
+from moe_compile.report.process_report import predicted_measures
 from moe_compile.runtime.node_groups import ranks_of_a_node
 from torchtitan_integration.dry_run.blocks import call_of_graph, model_of_blocks, smaller_kinds
 from torchtitan_integration.dry_run.choices import Choice, Rewritten, alternatives

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from moe_compile.testing.programs.capacity_choices import Across, Extra, Fill, Mixing, Room, Sent
-from moe_compile.testing.programs.exchange_choices import Move
+from moe_compile.testing.programs.choices import Across, Extra, Fill, Mixing, Move, Room, Sent
 from moe_compile.testing.programs.expert_lines import ACTS
 from moe_compile.testing.programs.expert_text import indented
 from moe_compile.testing.programs.grammar import NUM_RANKS, Capacity

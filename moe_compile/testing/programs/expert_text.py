@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from moe_compile.testing.programs.choices import Back, Decoy, Detail, Order, Style
+from moe_compile.testing.programs.choices import Back, Cut, Decoy, Detail, Find, Order, Put, Style
 from moe_compile.testing.programs.expert_lines import ACTS, BACKS, DECOYS, ROWS
 from moe_compile.testing.programs.grammar import Experts
-from moe_compile.testing.programs.loop_choices import Cut, Find, Put
 
 LOOPS: Final = frozenset(
     {Style.SORTED_LOOP, Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.STACKED}

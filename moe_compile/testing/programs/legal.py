@@ -10,24 +10,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from moe_compile.testing.programs.capacity_choices import Extra
 from moe_compile.testing.programs.capacity_text import IN_LOOPS
 from moe_compile.testing.programs.choices import (
     Back,
     Detail,
+    Extra,
     Groups,
     Order,
+    Padding,
     Poison,
     Reader,
-    Rewrite,
     Routing,
     Running,
     Sharing,
+    Splits,
     Style,
+    Tally,
+    Unsort,
     Within,
     Wrapping,
 )
-from moe_compile.testing.programs.exchange_choices import Splits, Tally
 from moe_compile.testing.programs.expert_text import LOOPS, ONE_BY_ONE
 from moe_compile.testing.programs.grammar import (
     GROUPED_PRODUCTS,
@@ -42,11 +44,11 @@ from moe_compile.testing.programs.grammar import (
     Layer,
     OwnAttention,
     Program,
+    Rewrite,
     changed,
     ends_smaller,
 )
-from moe_compile.testing.programs.sender_choices import Padding, Unsort
-from moe_compile.testing.programs.sender_text import BY_TOKEN
+from moe_compile.testing.programs.layer_text import BY_TOKEN
 from moe_compile.testing.programs.text import BOUNDS, FLAT_BOUNDS
 
 USED_BY: Final = {
