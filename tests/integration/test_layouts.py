@@ -12,11 +12,10 @@ import pytest
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.errors import InvalidConfig
+from tests.integration.layout_table import TESTED, table
 from tests.integration.titan_jobs import NOT_COMPILED, OURS, SMALL, STEPS, STOCK, train
 from tests.slow_parameters import exhaustive_but
-from torchtitan_integration.layout import DEGREES, KEYS, Layout
-from torchtitan_integration.layout_rules import check_layout
-from torchtitan_integration.layout_table import TESTED, table
+from torchtitan_integration.layout import DEGREES, KEYS, Layout, check_layout
 
 ROOT = Path(__file__).parents[2]
 CHOSEN = tuple(TESTED[i] for i in (4, 8, 11, 14, 19, 23, 26))

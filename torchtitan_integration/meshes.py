@@ -1,14 +1,20 @@
-"""The nodes of expert-parallel groups, registered where a torchtitan job makes its meshes.
+"""The process groups on which a torchtitan job exchanges rows and heads, made with its meshes.
 
 Contract
-    All ranks of the job call `register_nodes` at the same point. All of them register the same, or
-    all of them raise the same InvalidConfig: nodes that do not divide the groups, machines with
-    unequal numbers of ranks.
-    Ranks of one machine, or as many as `megamoe.node_ranks` says, follow one another.
-
+    Experts lie on `dp_replicate` x `efsdp` x `ep` x `etp`, as torchtitan has it; parts of the
+    sequence on `cp`, rank r of it holding the r-th part. No other axis shares the process group of
+    `ep` or of `cp`: on CUDA a group is a queue, and an exchange that stood behind FSDP's gathers in
+    one queue could not be hidden. torch hands an axis that spans all ranks the default group,
+    whichever axis it is; then, and only then, another mesh is made.
+    All ranks make meshes, and call `register_nodes`, at the same point. All of them register the
+    same nodes, or all raise the same InvalidConfig: nodes that do not divide the groups, machines
+    with unequal numbers of ranks. Ranks of one machine, or as many as `megamoe.node_ranks` says,
+    follow one another.
     All ranks call `connect_exchanges` at one point behind it. Then every communicator that rows
     travel on is made, in the same order on all ranks and not inside a step, and a peer that cannot
     be reached ends the job there.
+    `exchange_buffers` counts what NCCL keeps for these groups outside torch's allocator, by what
+    others measured on H100s; nothing where exchanges are not NCCL's.
 
 Worked example: 16 ranks, EP 8, ETP 1, machines of 4. Each of the two groups has two nodes:
 
@@ -20,20 +26,67 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan.distributed import ParallelDims
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import InvalidConfig
 from moe_compile.runtime.node_groups import node_groups_of, register_node_groups
 from moe_compile.runtime.rank_store import UNCOMPARED
-from torchtitan_integration.expert_mesh import expert_mesh
 
-AXES: Final = ("outer", "node", "place", "etp")
+EXPERT_AXES: Final = ("pp", "dp_replicate", "efsdp", "ep", "etp")
+"""Of torchtitan's sparse mesh, outermost first."""
+
+
+def expert_mesh(dims: ParallelDims, axes: list[str]) -> DeviceMesh | None:
+    """Return `axes` of the experts' mesh; None where one of them is not in use."""
+    mesh, ep = dims.get_optional_mesh(axes), dims.get_optional_mesh("ep")
+    if mesh is None or ep is None or not has_default_group(ep):
+        return mesh
+    shards = dims.dp_shard * dims.cp * dims.tp // (dims.etp * dims.ep)
+    shape = (dims.pp, dims.dp_replicate, shards, dims.ep, dims.etp)
+    own = _own_expert_mesh(dist.group.WORLD, mesh.device_type, shape)
+    return own[axes[0]] if len(axes) == 1 else own[tuple(axes)]
+
+
+def has_default_group(axis: DeviceMesh) -> bool:
+    """Return whether an axis of a mesh shares its process group with all others that long."""
+    return bool(axis.get_group().group_name == dist.group.WORLD.group_name)
+
+
+@functools.lru_cache(maxsize=1)
+def _own_expert_mesh(
+    world: dist.ProcessGroup, device_type: str, shape: tuple[int, ...]
+) -> DeviceMesh:
+    """Make the mesh; once per job, though pipeline stages ask one by one."""
+    backend = dist.get_backend(world)
+    groups = {
+        axis: backend if axis in ("ep", "efsdp") or size > 1 else "fake"
+        for axis, size in zip(EXPERT_AXES, shape, strict=True)
+    }
+    return init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES, backend_override=groups)
+
+
+def sequence_mesh(dims: ParallelDims) -> DeviceMesh:
+    """Return the mesh over which the sequence is divided; all ranks ask at the same point."""
+    mesh = dims.get_mesh("cp")
+    if not has_default_group(mesh):
+        return mesh
+    return _own_sequence_mesh(dist.group.WORLD, mesh.device_type, mesh.size())
+
+
+@functools.lru_cache(maxsize=1)
+def _own_sequence_mesh(world: dist.ProcessGroup, device_type: str, size: int) -> DeviceMesh:
+    groups = {"cp": dist.get_backend(world)}
+    return init_device_mesh(device_type, (size,), mesh_dim_names=("cp",), backend_override=groups)
+
+
+NODE_AXES: Final = ("outer", "node", "place", "etp")
 """Of the mesh that is made here, outermost first."""
 
 
@@ -63,8 +116,8 @@ def _register(
     together, etp = math.prod(degrees), degrees[1]
     shape = (dist.get_world_size(world) // together, nodes, places, etp)
     backend = dist.get_backend(world)
-    backends = {axis: backend if axis in ("node", "place") else "fake" for axis in AXES}
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=backends)
+    backends = {axis: backend if axis in ("node", "place") else "fake" for axis in NODE_AXES}
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=NODE_AXES, backend_override=backends)
     register_node_groups(
         experts,
         node=mesh.get_group("place"),
@@ -141,3 +194,41 @@ def ranks_of_machine(world: dist.ProcessGroup) -> int:
             "megamoe.node_ranks how many ranks share a node"
         )
     return int(told[0])
+
+
+CHANNELS: Final = 32
+"""Of NCCL between two GPUs of a machine, where NCCL_MAX_P2P_NCHANNELS does not say fewer."""
+CHANNEL_BYTES: Final = 3.28e9 / (7 * CHANNELS)
+"""What NCCL keeps for each of them in a group of all-to-alls: at the first one those to seven of
+eight H100s took 3.28 GB (github.com/NVIDIA/nccl/issues/1685)."""
+NETWORK_BYTES: Final = 2**29
+"""What it keeps for all ranks of other machines together, whose buffer is one (nccl/issues/1450);
+this size was seen on a B300 (nccl/issues/2363)."""
+
+
+def exchange_buffers(dims: ParallelDims, options: MegaMoEConfig) -> int:
+    """Return the bytes of the rank that keeps most: all ranks ask together, and get the same."""
+    groups = exchange_groups(dims)
+    groups += [sequence_mesh(dims).get_group()] if dims.cp_enabled else []
+    backend = dist.get_backend()
+    if not groups or options.hardware == "cpu" or backend not in ("nccl", *UNCOMPARED):
+        return 0
+    of_machine = options.node_ranks or int(
+        os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())
+    )
+    most = os.environ.get("NCCL_MAX_P2P_NCHANNELS", "")
+    channels = min(CHANNELS, int(most)) if most.isdecimal() else CHANNELS
+    ranks = map(dist.get_process_group_ranks, groups)
+    own = sum(buffers_of(members, dist.get_rank(), of_machine, channels) for members in ranks)
+    if backend in UNCOMPARED:
+        return own
+    largest = torch.tensor(own, device="cuda")
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def buffers_of(ranks: Sequence[int], own: int, of_machine: int, channels: int = CHANNELS) -> int:
+    """Return the bytes that rank `own` of a group of all-to-alls keeps for it."""
+    near = sum(one // of_machine == own // of_machine for one in ranks)
+    far = NETWORK_BYTES if near < len(ranks) else 0
+    return round((near - 1) * channels * CHANNEL_BYTES) + far
