@@ -23,8 +23,8 @@ from moe_compile.plan.planned import Findings
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import Refused
 from passes.contract import Fact, GraphPass
+from passes.function_exchanges import Unknown, exchanges_of
 from passes.kinds import KINDS
-from passes.normalize.function_exchanges import Unknown, exchanges_of
 
 
 @dataclass(frozen=True)

@@ -51,29 +51,29 @@ from moe_compile.ops.two_hops import PLACES_OF, ROWS_RECEIVED, SUMMED_AT_HOME, T
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import DividedForm
-from passes.replay.changed_rows import changed_rows, weighted_rows, weights_of_rows
-from passes.replay.chunk_axis import ChunkAxis, split_by_experts
+from passes.replay.chunk_axis import ChunkAxis, slice_to_chunk, split_by_experts, split_weights
 from passes.replay.chunk_reads import ChunkReads, read_chunks
 from passes.replay.hops import (
     Cut,
     Hops,
+    RowWire,
     Sizes,
     Table,
     as_received,
+    as_rows,
+    as_sent,
     emit_arrival,
     emit_hops,
     exchange_table,
+    gradient_wire,
     launched,
     split_rows,
     total_of,
 )
-from passes.replay.masked_replay import emit_results
+from passes.replay.host_reads import extent
+from passes.replay.masked_replay import assert_all_are_sent, emit_results, emit_row_order
 from passes.replay.prune import prune_other_experts
-from passes.replay.replayed import Replay, emit_rest
-from passes.replay.row_order import assert_all_are_sent, emit_row_order
-from passes.replay.row_wire import RowWire, as_rows, as_sent, gradient_wire
-from passes.replay.sizes import extent
-from passes.replay.weight_slices import slice_to_chunk, split_weights
+from passes.replay.replayed import Replay, changed_rows, emit_rest, weighted_rows, weights_of_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ DEFECTS: Final = (
     ),
     Defect(
         "a weight that two products read is split once",
-        (Change("passes/replay/weight_slices.py", SPLIT, SPLIT_ONCE),),
+        (Change("passes/replay/chunk_axis.py", SPLIT, SPLIT_ONCE),),
     ),
     Defect(
         "an empty vector may be all that a concatenation is left",
