@@ -9,9 +9,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.node.beside import OWN, said_of
-from benchmarks.node.links import link_of
-from moe_compile.check.tables import (
+from benchmarks.check.tables import (
     Look,
     Section,
     new_table,
@@ -19,6 +17,8 @@ from moe_compile.check.tables import (
     print_bars,
     print_sections,
 )
+from benchmarks.node.beside import OWN, said_of
+from benchmarks.node.links import link_of
 
 TIMES: Final = ("exposed_ms", "hidden_ms")
 NUMBERS: Final = ("contention", "overlap_slowdown")
