@@ -49,7 +49,7 @@ def run(group, top_k=4, style=GroupedExperts, hardware=MACHINE, level=DYNAMO, **
     ours = CompileState(config=MegaMoEConfig(**asked), hardware=hardware)
     results = {r.pass_name: r for r in run_level(level, gm.graph, ours)}
     assert isinstance(results["detect_regions"], PassReport)
-    ours.leave_out({name for name, r in results.items() if isinstance(r, Dropped)})
+    ours.withdraw({name for name, r in results.items() if isinstance(r, Dropped)})
     return gm.graph, ours.experts[0], results
 
 

@@ -35,13 +35,13 @@ VIEWS: Final = (ATEN.view.default, ATEN.reshape.default, ATEN._unsafe_view.defau
 
 
 @dataclass(frozen=True)
-class ReadPieces(GraphPass):
+class ForwardCatSplit(GraphPass):
     """See the module docstring."""
 
-    name: ClassVar[str] = "read_pieces"
+    name: ClassVar[str] = "forward_cat_split"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
     after: ClassVar[frozenset[str]] = frozenset({"sort_nodes"})
-    commutes_with: ClassVar[frozenset[str]] = frozenset({"read_together"})
+    commutes_with: ClassVar[frozenset[str]] = frozenset({"merge_host_reads"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Read parts in graphs that run in parts of the batch."""

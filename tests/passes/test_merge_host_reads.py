@@ -9,7 +9,7 @@ from moe_compile.graph.precedence import is_host_read
 from moe_compile.graph.query import overload_name
 from moe_compile.hardware import load_profile
 from moe_compile.plan.state import CompileState
-from passes.read_together import ReadTogether
+from passes.merge_host_reads import MergeHostReads
 from tests.device_programs import exchange, to_list, traced
 
 
@@ -18,7 +18,7 @@ def ran(program, *vectors):
     gm = traced(program, *vectors)
     expected = gm(*vectors)
     state = CompileState(config=MegaMoEConfig(), hardware=load_profile("cpu"))
-    report = ReadTogether().run(gm.graph, state)
+    report = MergeHostReads().run(gm.graph, state)
     gm.graph.lint()
     gm.recompile()
     assert all(map(torch.equal, gm(*vectors), expected))

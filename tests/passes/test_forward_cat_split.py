@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.plan.state import CompileState
-from passes.read_pieces import ReadPieces
+from passes.forward_cat_split import ForwardCatSplit
 
 
 def joined_then_split(x, y):
@@ -50,7 +50,7 @@ def ran(program, in_parts=True):
         traced = make_fx(program)(*given)
     state = CompileState(config=MegaMoEConfig(), hardware=None)
     state.is_in_parts = in_parts
-    report = ReadPieces().run(traced.graph, state)
+    report = ForwardCatSplit().run(traced.graph, state)
     traced.graph.lint()
     traced.recompile()
     x, y = torch.arange(6.0)[None], torch.arange(6.0, 24.0).view(3, 6)

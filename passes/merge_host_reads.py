@@ -63,10 +63,10 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ReadTogether(GraphPass):
+class MergeHostReads(GraphPass):
     """See the module docstring."""
 
-    name: ClassVar[str] = "read_together"
+    name: ClassVar[str] = "merge_host_reads"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
     after: ClassVar[frozenset[str]] = frozenset({"sort_nodes"})
 
