@@ -78,6 +78,10 @@ class JobFile:
                 said = True if is_switch else value if equals else following
         return said
 
+    def is_true(self, key: str, *, default: bool = False) -> bool:
+        """Return whether `section.key` is true, as TOML or a flag writes it."""
+        return str(self.read(key, default)).lower() == "true"
+
 
 def load_job(path: Path, overrides: list[str]) -> JobFile:
     """Return the job of a TOML file.

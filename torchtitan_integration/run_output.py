@@ -169,22 +169,22 @@ MOST_RANKS: Final = 4
 
 def drop_old(folder: Path) -> None:
     """Remove what the ranks of runs before the newest printed."""
-    runs = sorted(_folders(folder), key=lambda run: run.stat().st_mtime_ns)
-    for run in runs[:-KEPT_RUNS]:
+    for run in _runs(folder)[:-KEPT_RUNS]:
         shutil.rmtree(run, ignore_errors=True)
 
 
 def last_errors(folder: Path) -> list[str]:
     """Return `rank N: error` of ranks that ended by one, the last error of each."""
-    runs = sorted(_folders(folder), key=lambda run: run.stat().st_mtime_ns)
+    runs = _runs(folder)
     files = sorted(runs[-1].glob("attempt_*/*/stderr.log"), key=_rank) if runs else []
     found = [(_rank(file), error) for file in files if (error := _last_error(file))]
     return [f"rank {rank}: {error}" for rank, error in found[:MOST_RANKS]]
 
 
-def _folders(folder: Path) -> list[Path]:
-    """Return the folders of runs; what torchrun did not make is none."""
-    return [path.parent for path in folder.glob("*/attempt_0") if path.is_dir()]
+def _runs(folder: Path) -> list[Path]:
+    """Return the folders of runs, the newest last; what torchrun did not make is none."""
+    found = (path.parent for path in folder.glob("*/attempt_0") if path.is_dir())
+    return sorted(found, key=lambda run: run.stat().st_mtime_ns)
 
 
 def _rank(file: Path) -> int:

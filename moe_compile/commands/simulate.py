@@ -6,11 +6,10 @@ One layer under each way to divide it, nothing overlapped: MegaScale-MoE figure 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -103,7 +102,7 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
     setting = _setting(known)
     sizes = known.gpus or ((setting.job.gpus,) if known.model != "352b" else GPUS)
     rows = [
-        predict(name, _on(changed, gpus))
+        predict(name, replace(changed, job=replace(changed.job, gpus=gpus)))
         for gpus in sizes
         for name, changed in schedules(setting, known.schedule).items()
     ]
@@ -112,7 +111,7 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
         if not known.json:
             tables.new_console().print(f"{known.timeline}: one layer under {', '.join(written)}.")
             tables.new_console().print(f"{LEGEND}")
-    fit = {k: v for k, v in dataclasses.asdict(setting.fit).items() if v != 1.0}
+    fit = {k: v for k, v in asdict(setting.fit).items() if v != 1.0}
     said = ", ".join(f"{k} {v}" for k, v in fit.items()) or "none"
     job, name = setting.job, known.fit or default_fit(known.model, setting.profile)
     title = (
@@ -125,10 +124,10 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
         "model": setting.model.name,
         "cluster": setting.profile.name,
         "fit": name,
-        "factors": dataclasses.asdict(setting.fit),
+        "factors": asdict(setting.fit),
         "contention": setting.costs.link.contention,
         "overlap_slowdown": setting.costs.link.overlap_slowdown,
-        "job": dataclasses.asdict(job),
+        "job": asdict(job),
         "rows": tables.as_data(rows),
     }
 
@@ -230,10 +229,6 @@ def _picture() -> Any:
         raise InvalidConfig(
             "a picture needs matplotlib; pip install matplotlib, or write a .json trace"
         ) from None
-
-
-def _on(setting: Setting, gpus: int) -> Setting:
-    return dataclasses.replace(setting, job=dataclasses.replace(setting.job, gpus=gpus))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class Verdict:
     @property
     def why(self) -> str:
         """Return `reason (detail)`."""
-        return self.reason.value + (f" ({self.detail})" if self.detail else "")
+        return self.reason.said(self.detail)
 
     def __str__(self) -> str:
         """Return `candidate: reason (detail)`."""
@@ -83,8 +83,7 @@ class Dropped:
     @property
     def why(self) -> str:
         """Return what was raised, or `reason (detail)`."""
-        detail = f" ({self.detail})" if self.detail else ""
-        return self.detail if self.is_failure else self.reason.value + detail
+        return self.detail if self.is_failure else self.reason.said(self.detail)
 
 
 @dataclass(slots=True)

@@ -35,6 +35,10 @@ class Reason(enum.Enum):
         member.kind = kind
         return member
 
+    def said(self, detail: str) -> str:
+        """Return `reason (detail)`."""
+        return self.value + (f" ({detail})" if detail else "")
+
     # options
     NOT_ASKED = "the options leave it off", Kind.NOT_ASKED
     ROUNDS = "its results would round otherwise", Kind.NOT_ASKED

@@ -36,7 +36,7 @@ import torch
 
 from moe_compile.ops.packed_rows import all_to_all, as_rows, as_sent, exchanged
 from moe_compile.ops.permute import LIBRARY
-from moe_compile.ops.row_sums import SUM_OF_PLACES
+from moe_compile.ops.row_sums import SUM_OF_PLACES, joined
 
 LIBRARY.define(
     "rows_received(Tensor value, Tensor sent, SymInt[] output_splits, SymInt[] input_splits, "
@@ -62,11 +62,6 @@ def cut(rows: torch.Tensor, splits: Sequence[Sequence[int]]) -> list[torch.Tenso
     if len(splits) == 1:
         return [rows]
     return list(torch.split(rows, [torch.sym_sum(sizes) for sizes in splits]))
-
-
-def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of all pieces."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def spread(

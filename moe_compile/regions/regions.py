@@ -15,7 +15,8 @@ import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
 from moe_compile.graph.query import waits_on
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.entries import Verdict
+from moe_compile.journal.remedies import ACTED_ON
 
 if TYPE_CHECKING:  # it names reasons of this module
     from moe_compile.regions.count_facts import CountFacts
@@ -147,22 +148,18 @@ def _in_order(exchanges: tuple[Exchange, ...]) -> tuple[Exchange, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refused:
-    """A candidate left alone, and why."""
+class Refused(Verdict):
+    """A candidate for a region left alone, and why."""
 
-    candidate: str
-    reason: Reason
-    detail: str = ""
     is_region: bool = False
     """Whether a dispatch, its combine and its counts were matched."""
     is_candidate: bool = True
     """Whether it is an all-to-all, or gathers tokens for experts."""
 
-    def __str__(self) -> str:
-        """Return `candidate: reason (detail)`."""
-        return f"{self.candidate}: {self.reason.value}" + (
-            f" ({self.detail})" if self.detail else ""
-        )
+    @property
+    def is_dispatch(self) -> bool:
+        """Whether it moves rows as an expert dispatch does, and so was meant to be a region."""
+        return self.is_region or self.reason.kind in ACTED_ON
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ sharded parameters, are no candidates.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch.fx as fx
@@ -19,7 +19,7 @@ import torch.fx as fx
 from moe_compile.graph.query import is_all_to_all, is_launch, source_place
 from moe_compile.journal.entries import Journal, PassReport
 from moe_compile.journal.reasons import Reason
-from moe_compile.journal.remedies import ACTED_ON, REMEDIES, to_do, with_change
+from moe_compile.journal.remedies import to_do, with_change
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import Refused
 from moe_compile.report.graph_breaks import (
@@ -48,7 +48,7 @@ class Compilation:
     settings: str = ""
     settings_off: tuple[str, ...] = ()
     """Settings of Inductor that were asked for and are off (`torch_quirks.inductor_settings`)."""
-    unmatched: list[Unmatched] = field(default_factory=list)
+    unmatched: list[Refused] = field(default_factory=list)
     """All-to-alls of no region, the most telling first."""
     place_of_exchange: str = ""
     """The user's line of the first all-to-all; "" without one."""
@@ -100,7 +100,7 @@ class Compilation:
         return [line for r in results if isinstance(r, PassReport) for line in _rewritten(r)]
 
     @property
-    def unmatched_dispatches(self) -> list[Unmatched]:
+    def unmatched_dispatches(self) -> list[Refused]:
         """Exchanges that dispatch rows as those of experts do, and were not matched."""
         return [left for left in self.unmatched if left.is_dispatch and not left.is_region]
 
@@ -188,50 +188,8 @@ TELLING: Final = (
 """The most telling reason first; all others after these."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unmatched:
-    """An exchange without a region."""
-
-    name: str
-    reason: Reason
-    detail: str
-    is_region: bool
-    """Whether a dispatch, its counts and its combine were matched, and then refused."""
-    where: str
-    """The user's line of it; "" where that is not known."""
-
-    @property
-    def why(self) -> str:
-        """Return `reason (detail)`."""
-        return self.reason.value + (f" ({self.detail})" if self.detail else "")
-
-    def __str__(self) -> str:
-        """Return `name: reason (detail)`."""
-        return f"{self.name}: {self.why}"
-
-    @property
-    def remedy(self) -> str:
-        """What the user can do about it."""
-        return REMEDIES[self.reason]
-
-    @property
-    def is_dispatch(self) -> bool:
-        """Whether it moves rows as an expert dispatch does, and so was meant to be a region."""
-        return self.is_region or self.reason.kind in ACTED_ON
-
-
-def unmatched(others: Iterable[Refused], places: Mapping[str, str]) -> list[Unmatched]:
+def unmatched(others: Iterable[Refused], places: Mapping[str, str]) -> list[Refused]:
     """Return the exchanges among `others`, the most telling first; `places` are theirs by name."""
-    found = [
-        Unmatched(
-            name=d.candidate,
-            reason=d.reason,
-            detail=d.detail,
-            is_region=d.is_region,
-            where=places.get(d.candidate, ""),
-        )
-        for d in others
-        if d.is_candidate
-    ]
+    found = [replace(d, where=places.get(d.candidate, "")) for d in others if d.is_candidate]
     rank = {reason: place for place, reason in enumerate(TELLING)}
     return sorted(found, key=lambda u: (not u.is_region, rank.get(u.reason, len(rank))))

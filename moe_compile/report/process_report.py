@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 
+from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.graph_breaks import frames_left_out, warning_of
 from moe_compile.report.region_reports import (
@@ -250,7 +251,7 @@ def exchanges_of(compilation: Compilation) -> list[Exchange]:
                 is_found=False,
                 what="",
                 because=_short(left.why),
-                change=left.remedy,
+                change=REMEDIES[left.reason],
             )
             for left in compilation.unmatched
         ),

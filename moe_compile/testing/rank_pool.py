@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -117,12 +117,7 @@ class RankPool:
         self._start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the ranks."""
         self._stop()
 
@@ -200,7 +195,8 @@ class RankPool:
                 if rank not in results and pipe.poll(0.01):
                     results[rank] = _receive(rank, pipe)
                     answered = time.monotonic()
-        said = _failures(results)
+        failed = (f"rank {r}:\n{text}" for r, (ok, text) in sorted(results.items()) if not ok)
+        said = "\n".join(failed)
         if missing := sorted(set(range(self.num_ranks)) - set(results)):
             waited, idle = time.monotonic() - began, idleness.seconds()
             said = (
@@ -232,11 +228,6 @@ def _prepare_copies(context: Any) -> None:
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before
-
-
-def _failures(results: dict[int, Any]) -> str:
-    failed = {r: text for r, (ok, text) in sorted(results.items()) if not ok}
-    return "\n".join(f"rank {r}:\n{text}" for r, text in failed.items())
 
 
 def _receive(rank: int, pipe: Connection) -> tuple[bool, Any]:

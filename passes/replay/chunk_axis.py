@@ -155,7 +155,9 @@ def emit_load_edges(emit: Emitter, region: MoERegion, num_chunks: int, rank: int
     twice = emit.call(operator.sub, emit.call(operator.mul, ends, 2), rows)  # the middle, times 2
     total = emit.call(operator.getitem, ends, (slice(None), slice(-1, None)))
     inner = emit.call(torch.arange, 1, num_chunks, device=device)
-    limits = emit.method("unsqueeze", emit.call(operator.mul, total, _twice(emit, inner)), 2)
+    limits = emit.method(
+        "unsqueeze", emit.call(operator.mul, total, emit.call(operator.mul, inner, 2)), 2
+    )
     scaled = emit.method("unsqueeze", emit.call(operator.mul, twice, num_chunks), 1)
     before = emit.method("sum", emit.call(operator.lt, scaled, limits), 2)
     spare = emit.call(torch.cummax, emit.call(operator.sub, before, inner), 1)
@@ -180,10 +182,6 @@ def _emit_rows(emit: Emitter, region: MoERegion) -> fx.Node:
         everyone = emit.call(C10D.wait_tensor, emit_gather(emit, region, counts))
     table = emit.method("reshape", everyone, region.num_ranks, size)
     return emit.method("sum", emit.method("to", table, torch.int64), 0)
-
-
-def _twice(emit: Emitter, node: fx.Node) -> fx.Node:
-    return emit.call(operator.mul, node, 2)
 
 
 OFFSET_BYTES: Final = 4

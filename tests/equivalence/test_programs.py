@@ -312,7 +312,7 @@ def test_whatever_a_record_lacks_is_run():
 
 def test_a_failing_program_shrinks_to_what_makes_it_fail():
     def fails(program):
-        layers = [a for a in program.layers if isinstance(a, Experts)]
+        layers = program.experts
         legacy = any(a.counts is Counts.LEGACY and Reader.RETURNED in a.readers for a in layers)
         return legacy and 0 in sum(program.tokens, ())
 

@@ -105,8 +105,6 @@ GROUPS: Final = (
             "passes/replay/chunk_axis.py",
             "passes/replay/replayed.py",
             "passes/replay/gradient_paths.py",
-            "passes/replay/masked_replay.py",
-            "passes/replay/chunk_axis.py",
             "passes/replay/prune.py",
             "passes/replay/host_reads.py",
         ),

@@ -211,10 +211,7 @@ def _shards(parameter: nn.Parameter) -> int:
 
 def _logit_bytes(rank: FakeRank) -> int:
     settings = rank.job.training
-    batch = settings.local_batch_size
-    if rank.dims.pp_enabled:
-        batch = rank.job.parallelism.pipeline_parallel_microbatch_size
-    rows = batch * settings.seq_len // rank.dims.cp
+    rows = rank.batch * settings.seq_len // rank.dims.cp
     dtype = TORCH_DTYPE_MAP[settings.mixed_precision_param]
     per_logit = dtype.itemsize + LOGIT_COPIES * torch.float32.itemsize
     return rows * rank.model_args.vocab_size * per_logit // rank.dims.tp

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.compilations import RegionReport
-from moe_compile.report.explain import LOG_WIDTH
+from moe_compile.simulator.cluster_tables import new_console
 from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, trace_layers
 from torchtitan_integration.dry_run.memory import (
     GIB,
@@ -39,31 +39,23 @@ from torchtitan_integration.job_file import JobFile, first_ranks_of_stages, uses
 MB: Final = 1e6
 
 
-def new_console() -> Console:
-    """Return a console as wide as the terminal, or as a log's line."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
-    return console
-
-
 def print_layers(traced: Sequence[Traced], console: Console) -> None:
     """Print regions with their chunks, collectives, and predicted times of each kind of graph."""
     for layer in traced:
         console.print(_collectives(layer))
         if said := _over_links(layer):
-            console.print(f"  over links: {said}", highlight=False)
+            console.print(f"  over links: {said}")
         for region in layer.compilation.regions:
             remarks = "".join(f"; {remark}" for remark in (*region.remarks, *region.to_do))
-            console.print(f"  {region.where}: {_made_of(region)}{remarks}", highlight=False)
+            console.print(f"  {region.where}: {_made_of(region)}{remarks}")
         left = (*layer.compilation.left_alone, *layer.compilation.dropped)
         rewritten = (f"rewrite {line}" for line in layer.compilation.rewrites)
         for line in (*(f"left alone: {one}" for one in left), *rewritten):
-            console.print(f"  {line}", highlight=False)
+            console.print(f"  {line}")
         for phase, measures in layer.measures.items():
-            console.print(f"  {phase}: {_times(measures)}", highlight=False)
+            console.print(f"  {phase}: {_times(measures)}")
         if layer.unhidden_us and all("exposed_us" in m for m in layer.measures.values()):
-            console.print(f"  exposed share: {_exposed_share(layer)}", highlight=False)
+            console.print(f"  exposed share: {_exposed_share(layer)}")
         if layer.choices:
             console.print(_choices(layer))
 
@@ -206,19 +198,18 @@ def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
         traced = trace_layers(rank, graphs, held, status.update, compares=compares)
     print_layers(traced, console)
     if not compares and any(layer.unhidden_us for layer in traced):
-        console.print(COMPARE, highlight=False)
+        console.print(COMPARE)
     stages = [add_activations(name, state, traced) for name, state in states.items()]
     print_memory(shown := first_most_last(stages), console)
     if len(stages) > 1:
         console.print(
             "Shown are a rank of the first pipeline stage and one of the last, and of those "
-            "between the one with most.",
-            highlight=False,
+            "between the one with most."
         )
-    console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.", highlight=False)
+    console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.")
     room = device_memory(_hardware(file))
     for warning in filter(None, map(room.warning, shown)):
-        console.print(warning, highlight=False)
+        console.print(warning)
 
 
 def _collect_seldom() -> None:
@@ -253,8 +244,7 @@ def _describe(file: JobFile, rank: FakeRank, console: Console) -> None:
     console.print(
         f"Dry run of {file.path}: {rank.job.model.name} {rank.job.model.flavor}, sequence "
         f"{training.seq_len}, local batch {training.local_batch_size}, {rank.dims.world_size} "
-        f"ranks ({degrees})",
-        highlight=False,
+        f"ranks ({degrees})"
     )
     if str(file.read("megamoe.hardware", "detect")) == "detect":
         console.print(f"Times are for {DEFAULT_HARDWARE}: the file names no megamoe.hardware.")

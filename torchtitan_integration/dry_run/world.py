@@ -61,6 +61,13 @@ class FakeRank:
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[self.job.training.dtype]):
             return self.spec.model_cls(self.model_args)
 
+    @property
+    def batch(self) -> int:
+        """Sequences that go through the model at once."""
+        if self.dims.pp_enabled:
+            return int(self.job.parallelism.pipeline_parallel_microbatch_size)
+        return int(self.job.training.local_batch_size)
+
     def axis_of_groups(self) -> dict[str, str]:
         """Return the mesh axis of each process group, by the group's name.
 
@@ -233,11 +240,7 @@ def call_of_graph(
     first.compiled, first.forward = first.forward, record
     for block in others:
         block.forward = hand_on
-    settings = rank.job.training
-    batch = settings.local_batch_size
-    if rank.dims.pp_enabled:
-        batch = rank.job.parallelism.pipeline_parallel_microbatch_size
-    part = (batch, settings.seq_len // rank.dims.cp)
+    part = (rank.batch, rank.job.training.seq_len // rank.dims.cp)
     tokens = torch.zeros(part, dtype=torch.int64, device="meta")
     positions = torch.zeros(part, dtype=torch.int32, device="meta")
     given: dict[str, Any] = {"positions": positions} if rank.dims.cp_enabled else {}

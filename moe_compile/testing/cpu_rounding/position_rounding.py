@@ -234,17 +234,13 @@ def _by_position(call: Call, floats: list[torch.Tensor]) -> bool:
         return bool(call.argument("alpha", 1) != 1)
     if call.name == "pow" and call.argument("exponent") in WHOLE_POWERS:
         return False
-    if len(call.inputs) != 1 or len({*map(_type, floats)}) != 1:
+    if len(call.inputs) != 1 or len({t.dtype for t in floats}) != 1:
         return True
     if any(isinstance(leaf, SYMBOLIC) for leaf in call.leaves):
         return True
     if floats[0].element_size() > 2:
         return call.name not in ALIKE_IN_FLOAT
     return _differs(call.func, _arguments(call), floats[0].dtype)
-
-
-def _type(tensor: torch.Tensor) -> torch.dtype:
-    return tensor.dtype
 
 
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]

@@ -247,6 +247,11 @@ class Program:
         return len(self.tokens[0])
 
     @property
+    def experts(self) -> list[Experts]:
+        """Its layers of experts that have no capacity."""
+        return [layer for layer in self.layers if isinstance(layer, Experts)]
+
+    @property
     def is_called_in_parts(self) -> bool:
         """Whether the parts of one checkpointed call are added up before those of another."""
         is_shared = self.sharing is Sharing.WEIGHTS and self.wrapping is Wrapping.CHECKPOINT
@@ -255,16 +260,13 @@ class Program:
     @property
     def positions(self) -> int:
         """Return of how many tokens a sequence is."""
-        in_sequences = any(
-            isinstance(a, OwnAttention) or (isinstance(a, Experts) and Loss.SEQUENCE in a.losses)
-            for a in self.layers
-        )
-        return POSITIONS if in_sequences else 1
+        attends = any(isinstance(layer, OwnAttention) for layer in self.layers)
+        return POSITIONS if attends or any(Loss.SEQUENCE in a.losses for a in self.experts) else 1
 
     @property
     def has_losses(self) -> bool:
         """Return whether layers compute losses in the graph."""
-        return any(isinstance(a, Experts) and a.losses for a in self.layers)
+        return any(a.losses for a in self.experts)
 
 
 def ends_smaller(tokens: tuple[tuple[int, ...], ...]) -> bool:

@@ -29,6 +29,7 @@ from moe_compile.testing.programs.expert_text import (
     experts_method,
     hidden_method,
     indented,
+    with_numbers,
 )
 from moe_compile.testing.programs.grammar import POSITIONS, READ_IN, Experts
 from moe_compile.testing.programs.reader_text import lines_at
@@ -76,16 +77,8 @@ RETURNED: Final = {
 
 def routed_losses(layer: Experts) -> list[str]:
     """Return lines that compute losses of scores, every expert's of each token."""
-    numbers = {"{n}": str(layer.local * layer.ranks), "{k}": str(layer.top_k)}
-    lines = [line for loss, lines in ROUTED.items() if loss in layer.losses for line in lines]
-    for name, number in numbers.items():
-        lines = [line.replace(name, number) for line in lines]
-    return lines
-
-
-def result_losses(layer: Experts) -> list[str]:
-    """Return lines that compute losses of the result."""
-    return [line for loss, lines in RETURNED.items() if loss in layer.losses for line in lines]
+    lines = (line for loss, lines in ROUTED.items() if loss in layer.losses for line in lines)
+    return with_numbers(lines, n=layer.local * layer.ranks, k=layer.top_k)
 
 
 def padded_labels(layer: Experts) -> list[str]:
@@ -97,11 +90,6 @@ def padded_labels(layer: Experts) -> list[str]:
         "padding = ~(x.detach()[:, 0] <= 0.25)",
         f"flat = torch.where(padding{repeated}, {layer.local * layer.ranks}, flat)",
     ]
-
-
-def cut_lines(layer: Experts) -> list[str]:
-    """Return the line that leaves out rows of padding, once split sizes are read."""
-    return [] if layer.padding is Padding.NONE else [CUTS[layer.padding]]
 
 
 def weights(layer: Experts) -> str:
@@ -266,15 +254,7 @@ def _constructor(layer: Experts, number: int) -> list[str]:
 
 
 def _route(layer: Experts) -> list[str]:
-    numbers = {
-        "{n}": str(layer.local * layer.ranks), "{e}": str(layer.local), "{r}": str(layer.ranks),
-    }  # fmt: skip
-
-    def written(lines: list[str]) -> list[str]:
-        for name, number in numbers.items():
-            lines = [line.replace(name, number) for line in lines]
-        return lines
-
+    numbers = {"n": layer.local * layer.ranks, "e": layer.local, "r": layer.ranks}
     body = [
         "scores = torch.sigmoid((x @ self.router).float())",
         f"chosen = torch.topk(scores + favour({layer.local * layer.ranks}), {layer.top_k}, -1)[1]",
@@ -283,9 +263,9 @@ def _route(layer: Experts) -> list[str]:
         "scores, flat = scores.gather(1, chosen).reshape(-1), chosen.reshape(-1)",
         *padded_labels(layer),
         "order = torch.argsort(flat, stable=True)",
-        *written(TALLIES[layer.tally]),
-        *_split_lines(layer, written(COUNTS[layer.counts])),
-        *cut_lines(layer),
+        *with_numbers(TALLIES[layer.tally], **numbers),
+        *_split_lines(layer, with_numbers(COUNTS[layer.counts], **numbers)),
+        *([CUTS[layer.padding]] if layer.padding in CUTS else []),
         "return scores, order, counts, arrived, sent, got, runs, noted",
     ]
     return ["def route(self, x):", *indented(body)]
@@ -348,7 +328,7 @@ def _forward(layer: Experts) -> list[str]:
         *lines_at(layer, "combined"),
         *result_lines(layer),
         *lines_at(layer, "after"),
-        *result_losses(layer),
+        *(line for loss, lines in RETURNED.items() if loss in layer.losses for line in lines),
         "return result, extra",
     ]
     return ["def forward(self, x, routing):", *indented(body)]

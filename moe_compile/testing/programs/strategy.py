@@ -113,11 +113,6 @@ FORMATS_OF_CAPACITY: Final = (
 )
 
 
-def formats_of_capacity() -> st.SearchStrategy[Formats]:
-    """Draw a type of values and widths for it."""
-    return st.sampled_from(FORMATS_OF_CAPACITY)
-
-
 @st.composite
 def capacities(draw: st.DrawFn, *, dtype: str, whole: bool = False) -> Capacity:
     """Draw a layer with a capacity; `whole` allows what leaves it whole, but what mixes experts."""
@@ -288,7 +283,7 @@ def _programs_of_experts(draw: st.DrawFn) -> Program:
 
 @st.composite
 def _programs_with_capacity(draw: st.DrawFn) -> Program:
-    format = draw(formats_of_capacity())
+    format = draw(st.sampled_from(FORMATS_OF_CAPACITY))
     layers = draw(layers_with_capacity(dtype=format[0]))
     program = draw(around(layers, format, even=True))
     rewrite = draw(st.sampled_from([Rewrite.CHUNKS] * 8 + list(Rewrite)))

@@ -240,6 +240,7 @@ if __name__ == "__main__":
 """
 
 OF_UNKNOWN_LENGTH: Final = frozenset({Tally.BINCOUNT_CUT, Tally.BINCOUNT_VIEWED, Tally.UNIQUE})
+"""Counts that make tensors whose length the data says."""
 
 BOUNDS: Final = dict.fromkeys((Rewrite.TOKENS, *sorted(NODE_SUMMING, key=str)), 0.05)
 """Relative errors of what rounds sums otherwise: in slices of tokens, weights' gradients; on nodes,
@@ -291,9 +292,10 @@ def _settings(program: Program) -> str:
         bound = max(bound, BOUND_OF_CALLS)
     flat = FLAT_BOUNDS.get(program.rewrite, 0.0)
     rows = max(sum(step) for step in program.tokens)
-    top_k = max((a.top_k for a in program.layers if isinstance(a, Experts)), default=1)
-    raises = any(
-        isinstance(a, Experts) and Reader.FAILING_CHECK in a.readers for a in program.layers
+    top_k = max((a.top_k for a in program.experts), default=1)
+    raises = any(Reader.FAILING_CHECK in a.readers for a in program.experts)
+    unknown = any(
+        a.tally in OF_UNKNOWN_LENGTH or a.style is Style.SEARCHED for a in program.experts
     )
     lines = [
         f"DTYPE = torch.{program.dtype}",
@@ -301,7 +303,7 @@ def _settings(program: Program) -> str:
         f"TOKENS = {list(program.tokens)}  # per step: of each rank",
         f"OPTIONS = {options_of(program)}",
         f"DYNAMIC = {True if program.dynamic else None}",
-        f"UNKNOWN_LENGTHS = {_has_unknown_lengths(program)}  # are captured",
+        f"UNKNOWN_LENGTHS = {unknown}  # are captured",
         f'BACKWARD = "{program.backward.name.lower()}"',
         *_images(program),
         *_poison(program),
@@ -312,7 +314,7 @@ def _settings(program: Program) -> str:
         f"RAISES = {raises}",
     ]
     if program.rewrite in HOPPING:
-        local = next(layer.local for layer in program.layers if isinstance(layer, Experts))
+        local = program.experts[0].local
         lines += [f"RANKS, NODES, LOCAL = {program.num_ranks}, {NUM_NODES}, {local}  # experts"]
     if program.rewrite in PARTED:
         parts = f"{PARTED[program.rewrite]}, {program.positions}"
@@ -343,15 +345,9 @@ def _is_mirrored(program: Program) -> bool:
     """
     if program.rewrite is Rewrite.GATHERED or program.groups is not Groups.WORLD:
         return False
-    if any(isinstance(a, Experts) and Reader.METRICS in a.readers for a in program.layers):
+    if any(Reader.METRICS in a.readers for a in program.experts):
         return False
     return all(len({*step}) == 1 for step in program.tokens)
-
-
-def _has_unknown_lengths(program: Program) -> bool:
-    """Whether a layer makes tensors whose length its data says, before it says what that is."""
-    layers = [layer for layer in program.layers if isinstance(layer, Experts)]
-    return any(a.tally in OF_UNKNOWN_LENGTH or a.style is Style.SEARCHED for a in layers)
 
 
 def _in_groups(program: Program, number: int) -> str:

@@ -291,8 +291,7 @@ def _with_choices(layer: LayerOfExperts, chosen: list[enum.Enum]) -> LayerOfExpe
 
 def _of_width(program: Program) -> Program:
     """Return `program` with widths that fill vectors, in a type that its products are of."""
-    experts = (layer for layer in program.layers if isinstance(layer, Experts))
-    if any(layer.style in GROUPED_PRODUCTS for layer in experts):
+    if any(layer.style in GROUPED_PRODUCTS for layer in program.experts):
         program = changed(program, "dtype", "bfloat16")
     width = FILLING[program.dtype]
     return changed(changed(program, "width", width), "hidden", width)
