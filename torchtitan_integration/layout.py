@@ -71,11 +71,6 @@ class Layout:
         return self.attention == "ulysses" or (self.attention == "auto" and self.cp > 1)
 
     @property
-    def has_mended_gradients(self) -> bool:
-        """Whether torchtitan 0.2.2 gets gradients of it wrong that this recipe gets right."""
-        return self.tp > 1 or self.pp > 1 or (self.dp_replicate > 1 and self.dense_shards == 1)
-
-    @property
     def knows_shards(self) -> bool:
         """Whether the shard degree is a number, not "all ranks that are left" (-1)."""
         return self.dp_shard > 0

@@ -52,6 +52,8 @@ HOST: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 120.0
 SLOWEST: Final = 10.0
 """Times the timeout that a call may take while ranks compute."""
+SETTLED_S: Final = 2.0
+"""How long ranks are waited for after an answer once the call is settled."""
 IMPORTED_ONCE: Final = ("torch._inductor.compile_fx", "moe_compile.testing.warm_start")
 
 
@@ -121,14 +123,23 @@ class RankPool:
         """End the ranks."""
         self._stop()
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `function(rank, *args)` on every rank; it and its results must pickle."""
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        settles: Callable[[Any], bool] = lambda _: False,
+    ) -> list[Any]:
+        """Call `function(rank, *args)` on every rank; it and its results must pickle.
+
+        Once a rank's result settles the call, ranks that do not answer soon are ended, and None
+        stands in place of their results.
+        """
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # `_collect` says that it ended
                 pipe.send((function, args))
-        return self._collect(self.timeout_s, self._longest_s)
+        return self._collect(self.timeout_s, self._longest_s, settles)
 
     def renew(self) -> None:
         """End the processes, and what calls left in them; the next call has new ones."""
@@ -166,7 +177,7 @@ class RankPool:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
-        self._collect(START_TIMEOUT_S, SLOWEST * START_TIMEOUT_S)
+        self._collect(START_TIMEOUT_S, SLOWEST * START_TIMEOUT_S, lambda _: False)
 
     @property
     def _longest_s(self) -> float:
@@ -182,19 +193,26 @@ class RankPool:
                 process.join()
         self._pipes, self._processes, self._store = [], [], None
 
-    def _collect(self, idle_s: float, longest_s: float) -> list[Any]:
+    def _collect(
+        self, idle_s: float, longest_s: float, settles: Callable[[Any], bool]
+    ) -> list[Any]:
         """Return all ranks' results; a rank that failed is told before one that hangs for it."""
         began = answered = time.monotonic()
         idleness = Idleness([process.pid for process in self._processes])
         results: dict[int, Any] = {}
+        settled = False
         while len(results) < self.num_ranks and time.monotonic() - began <= longest_s:
             idle = min(idleness.seconds(), time.monotonic() - answered)
             if idle > (min(idle_s, self._vain_s) if results else idle_s):
                 break
+            if settled and time.monotonic() - answered > SETTLED_S:
+                self._stop(patience_s=0.0)
+                return [results.get(rank, (True, None))[1] for rank in range(self.num_ranks)]
             for rank, pipe in enumerate(self._pipes):
                 if rank not in results and pipe.poll(0.01):
                     results[rank] = _receive(rank, pipe)
                     answered = time.monotonic()
+                    settled |= results[rank][0] and settles(results[rank][1])
         failed = (f"rank {r}:\n{text}" for r, (ok, text) in sorted(results.items()) if not ok)
         said = "\n".join(failed)
         if missing := sorted(set(range(self.num_ranks)) - set(results)):

@@ -1,16 +1,21 @@
 """The example of docs/add-a-pass.md is a pass, and its test passes."""
 
 import dataclasses
+import functools
 import importlib
 import pathlib
 import re
+import sys
+import types
 
 import pytest
 
+from moe_compile import config
+from moe_compile.errors import InvalidConfig
 from passes.pipeline import DYNAMO, check_order
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "add-a-pass.md").read_text()
-QUESTION, PASS, TEST = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+QUESTION, PASS, TEST, FIELD, READ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 IMPORTED = (
     "passes.compress_gradients", "moe_compile.graph.query", "moe_compile.graph.dependence",
     "moe_compile.graph.edit", "moe_compile.graph.legality", "moe_compile.graph.precedence",
@@ -18,17 +23,28 @@ IMPORTED = (
     "torch.distributed._functional_collectives", "collections.abc",
 )  # fmt: skip
 """Modules whose names the example uses."""
+RUN = "test_it_is_launched_before_the_dispatch"
 
 
-def test_the_example_does_what_the_page_says(fake_ranks, monkeypatch):
+@pytest.fixture
+def config_with_the_option(monkeypatch):
+    source = pathlib.Path(config.__file__).read_text()
+    head = "    def __post_init__(self) -> None:\n"
+    changed = types.ModuleType("config_with_the_option")
+    monkeypatch.setitem(sys.modules, changed.__name__, changed)
+    exec(source.replace(head, FIELD + "\n" + head, 1), vars(changed))
+    return changed
+
+
+def names_of(pass_text, fake_ranks, monkeypatch):
+    """Return what the example's text defines, its pass in its place."""
     names = {}
     for module in IMPORTED:
         names |= vars(importlib.import_module(module))
-    for block in (QUESTION, PASS, TEST):
+    for block in (QUESTION, pass_text, TEST):
         exec(block, names)
-    run = names["test_it_is_launched_before_the_dispatch"]
     with pytest.raises(AssertionError):
-        run(fake_ranks)
+        names[RUN](fake_ranks)
     made = names["HoistAllReduces"]()
     assert f"`{made.name}`" in PAGE
     place = [p.name for p in DYNAMO.passes].index("plan_regions")
@@ -37,4 +53,32 @@ def test_the_example_does_what_the_page_says(fake_ranks, monkeypatch):
     check_order(level)
     monkeypatch.setattr("passes.pipeline.DYNAMO", level)
     monkeypatch.setattr("moe_compile.backend.DYNAMO", level, raising=False)
-    run(fake_ranks)
+    return names
+
+
+def test_the_example_does_what_the_page_says(fake_ranks, monkeypatch):
+    names_of(PASS, fake_ranks, monkeypatch)[RUN](fake_ranks)
+
+
+def test_the_option_of_the_page_is_known_wherever_options_are_written(config_with_the_option):
+    read = config_with_the_option.from_sources
+    assert read().hoist == "router"
+    assert read(options={"hoist": "off"}).hoist == "off"
+    assert read(table={"hoist": "off"}).hoist == "off"
+    assert read(environment={"MEGAMOE_HOIST": "off"}).hoist == "off"
+    assert read().digest_text() != read(options={"hoist": "off"}).digest_text()
+    with pytest.raises(InvalidConfig, match=r"megamoe\.hoist is 'all'; write one of off, router"):
+        read(table={"hoist": "all"})
+
+
+def test_the_pass_does_nothing_where_its_option_is_off(
+    fake_ranks, monkeypatch, config_with_the_option
+):
+    begin = PASS.index("        dependence = ")
+    names = names_of(PASS[:begin] + READ + PASS[begin:], fake_ranks, monkeypatch)
+    asked = config_with_the_option.MegaMoEConfig
+    names["MegaMoEConfig"] = asked
+    names[RUN](fake_ranks)
+    names["MegaMoEConfig"] = functools.partial(asked, hoist="off")
+    with pytest.raises(AssertionError):
+        names[RUN](fake_ranks)

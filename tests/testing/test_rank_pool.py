@@ -82,6 +82,20 @@ def test_a_rank_that_hangs_is_ended_and_does_not_hide_what_failed():
         assert pool.run(total) == [3.0, 3.0]
 
 
+def test_a_result_that_settles_the_call_ends_ranks_that_wait_for_it():
+    began = time.monotonic()
+    with RankPool(2, timeout_s=120) as pool:
+        assert pool.run(answer_or_wait, 1, settles=bool) == [None, "no program"]
+        assert pool.run(total) == [3.0, 3.0]
+    assert time.monotonic() - began < 60
+
+
+def answer_or_wait(rank, answers):
+    if rank == answers:
+        return "no program"
+    return dist.all_reduce(torch.ones(1))
+
+
 def compute_for(rank, seconds):
     began = time.monotonic()
     while time.monotonic() - began < seconds:

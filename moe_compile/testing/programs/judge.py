@@ -173,10 +173,13 @@ class Judge:
         num_processes = _num_processes(text)
         pool = self._pool_of(num_processes)
         try:
-            return pool.run(run, text, backend, reference)
+            found = pool.run(run, text, backend, reference, settles=_is_no_program)
         except RankFailure:
             self._end(num_processes)
             raise
+        if None in found:
+            self._end(num_processes)
+        return [findings or Findings() for findings in found]
 
     def _pool_of(self, num_processes: int) -> RankPool:
         """Return a pool of so many processes, started anew after some number of programs."""
@@ -195,6 +198,11 @@ class Judge:
         self._num_run[num_processes] = 0
         if num_processes in self._pools:
             self._pools.pop(num_processes).__exit__(None, None, None)
+
+
+def _is_no_program(found: Findings) -> bool:
+    """Whether eager torch cannot run the program: others may wait for this rank in vain."""
+    return bool(found.eager_error) and not found.raises
 
 
 def _num_processes(text: str) -> int:
