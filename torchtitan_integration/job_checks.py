@@ -1,12 +1,9 @@
 """What can be wrong with a job beside its options and its layout, said before a process starts.
 
 Contract
-    Every error names the file or the flag, the key, and what to write. A name that only an import
-    of the job's own could make known is not refused.
-
-Values of a job that are of the right kind and cannot train, said before a process starts.
-Every fault names the key, its value, and what to write. torch is imported only to look up a
-name that is not of the common ones.
+    Every error names the file or the flag, the key, its value, and what to write. A name that only
+    an import of the job's own could make known is not refused. torch is imported only to look up a
+    name that is not of the common ones.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
+from rich.console import Console
+
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import load_cluster
 from moe_compile.simulator import checks, setups
@@ -98,6 +100,11 @@ def simulate(known: argparse.Namespace) -> int:
     return 0
 
 
+def _console(known: argparse.Namespace) -> Console:
+    """Return where tables are printed: nowhere, where JSON is."""
+    return Console(quiet=True) if known.json else tables.new_console()
+
+
 def _predictions(known: argparse.Namespace) -> dict[str, Any]:
     setting = _setting(known)
     sizes = known.gpus or ((setting.job.gpus,) if known.model != "352b" else GPUS)
@@ -108,9 +115,8 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
     ]
     if known.timeline:
         written = _write_timeline(known, setting)
-        if not known.json:
-            tables.new_console().print(f"{known.timeline}: one layer under {', '.join(written)}.")
-            tables.new_console().print(f"{LEGEND}")
+        _console(known).print(f"{known.timeline}: one layer under {', '.join(written)}.")
+        _console(known).print(f"{LEGEND}")
     fit = {k: v for k, v in asdict(setting.fit).items() if v != 1.0}
     said = ", ".join(f"{k} {v}" for k, v in fit.items()) or "none"
     job, name = setting.job, known.fit or default_fit(known.model, setting.profile)
@@ -118,8 +124,7 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
         f"{setting.model.name} on {setting.profile.name}: batch {job.global_batch}, sequence "
         f"{job.seq_len}, pipeline {job.pipeline} x {job.virtual_stages}; fit {name}: {said}"
     )
-    if not known.json:
-        tables.print_predictions(rows, title, tables.new_console())
+    tables.print_predictions(rows, title, _console(known))
     return {
         "model": setting.model.name,
         "cluster": setting.profile.name,
@@ -135,12 +140,9 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
 def _table(known: argparse.Namespace) -> dict[str, Any]:
     if known.timeline:
         raise InvalidConfig("--timeline is of a model, not of a table; leave one out")
-    if known.table == "waterfall":
-        return _waterfall(known)
-    if known.table == "bounds":
-        return _bounds(known)
-    if known.table == "parts":
-        return _part_shares(known)
+    if known.table != "megascale":
+        kinds = {"waterfall": _waterfall, "bounds": _bounds, "parts": _part_shares}
+        return kinds[known.table](known)
     main = [checks.check_table_3(), checks.check_table_5()]
     others = [
         checks.check_speedups(),
@@ -150,11 +152,10 @@ def _table(known: argparse.Namespace) -> dict[str, Any]:
         checks.check_deepseek(),
     ]
     ranked = checks.rank_deepseek()
-    if not known.json:
-        console = tables.new_console()
-        tables.print_checks([*main, *others], console)
-        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ranked.items())
-        console.print(f"DeepSeek-V3 without a fit, tokens per second and GPU: {rates}.")
+    console = _console(known)
+    tables.print_checks([*main, *others], console)
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ranked.items())
+    console.print(f"DeepSeek-V3 without a fit, tokens per second and GPU: {rates}.")
     data = tables.checks_as_data([*main, *others], main)
     return {**data, "deepseek_v3_tokens_per_gpu_s": ranked}
 
@@ -163,8 +164,7 @@ def _waterfall(known: argparse.Namespace) -> dict[str, Any]:
     data = {}
     for gpus in known.gpus or GPUS[-1:]:
         changes, own = explain_speedup(gpus), predict_own_part(gpus)
-        if not known.json:
-            tables.print_changes(changes, own, gpus, tables.new_console())
+        tables.print_changes(changes, own, gpus, _console(known))
         data[str(gpus)] = tables.as_data([*changes, own])
     return data
 
@@ -173,16 +173,13 @@ def _bounds(known: argparse.Namespace) -> dict[str, Any]:
     profile = load_cluster(known.cluster)
     fit = known.fit or DEFAULT_FIT.get(profile.name, "none")
     bounds = find_bounds(profile, profile.fit(fit))
-    if not known.json:
-        title = f"Bounds on {profile.name}, fit {fit}"
-        tables.print_bounds(bounds, title, tables.new_console())
+    tables.print_bounds(bounds, f"Bounds on {profile.name}, fit {fit}", _console(known))
     return {"cluster": profile.name, "fit": fit, "rows": tables.as_data(bounds)}
 
 
 def _part_shares(known: argparse.Namespace) -> dict[str, Any]:
     rows = find_part_shares(known.cluster, known.fit)
-    if not known.json:
-        tables.print_part_shares(rows, known.cluster, tables.new_console())
+    tables.print_part_shares(rows, known.cluster, _console(known))
     return {"cluster": known.cluster, "fit": known.fit, "rows": tables.as_data(rows)}
 
 

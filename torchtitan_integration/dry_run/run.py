@@ -246,5 +246,5 @@ def _describe(file: JobFile, rank: FakeRank, console: Console) -> None:
         f"{training.seq_len}, local batch {training.local_batch_size}, {rank.dims.world_size} "
         f"ranks ({degrees})"
     )
-    if str(file.read("megamoe.hardware", "detect")) == "detect":
+    if file.read("megamoe.hardware", "detect") == "detect":
         console.print(f"Times are for {DEFAULT_HARDWARE}: the file names no megamoe.hardware.")
