@@ -104,7 +104,7 @@ def megamoe(
     state, compilation = rewrite(gm, config)
     compilation.settings_off = settings_switched_off(state, patches)
     REPORT.add(compilation, config.report, state.hardware.name)
-    state.tell_dropped = functools.partial(REPORT.add_dropped, compilation)
+    state.on_pass_failed = functools.partial(REPORT.add_dropped, compilation)
     _log(compilation)
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
     again = functools.partial(_compile, state=whole, patches=patches)
@@ -211,7 +211,7 @@ def _run_dynamo_level(
     results = run_level(dynamo_level(), gm.graph, state)
     if not any(r.applied for r in results if isinstance(r, PassReport) and r.pass_name != FORMS):
         _put_back(gm, before, bodies)
-    state.leave_out({result.pass_name for result in results if isinstance(result, Dropped)})
+    state.withdraw({result.pass_name for result in results if isinstance(result, Dropped)})
     _check_groups(state)
     if state.config.strict:
         raise_if_strict(state.journal, compilation.site)

@@ -121,8 +121,8 @@ def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> bool
     results = run_level(level, graph, state)
     failed = [one for one in results if isinstance(one, Dropped) and one.is_failure]
     state.dropped += [f"{one.pass_name} {state.graph_name}" for one in failed]
-    if failed and state.tell_dropped is not None:
-        state.tell_dropped()
+    if failed and state.on_pass_failed is not None:
+        state.on_pass_failed()
     return bool(failed)
 
 

@@ -34,8 +34,7 @@ from moe_compile.report.compilations import Compilation
 from moe_compile.report.explain import print_report
 from moe_compile.report.explanation_text import explanation_lines
 from moe_compile.report.graph_breaks import GraphBreak, break_at, forget_frames, graph_break
-from moe_compile.report.measures import record_of
-from moe_compile.report.process_report import report_of
+from moe_compile.report.process_report import record_of, report_of
 
 LOG: Final = logging.getLogger(__name__)
 NO_RUN: Final = "fake"

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch._dynamo.utils as dynamo_utils
 from torch._guards import CompileContext
 
-from moe_compile.report.nothing_rewritten import why_nothing_was_rewritten
+from moe_compile.report.explanation_text import why_nothing_was_rewritten
 from moe_compile.report.process_report import REPORT, ProcessReport
 
 LOG: Final = logging.getLogger(__name__)

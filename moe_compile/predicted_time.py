@@ -94,9 +94,9 @@ class _Phase:
 
 def _phases(gm: fx.GraphModule, state: CompileState, *, is_rewritten: bool) -> list[_Phase]:
     apart = dataclasses.replace(
-        state, journal=Journal(), measures={}, nominal_sizes={}, dropped=[], tell_dropped=None
+        state, journal=Journal(), measures={}, nominal_sizes={}, dropped=[], on_pass_failed=None
     )
-    apart.leave_out(())
+    apart.withdraw(())
     apart.has_work |= is_rewritten or any(map(is_all_to_all, _nodes_of_bodies(gm)))
     inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
     phases = []

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.edit import Emitter, erase_unused, substitute
+from moe_compile.graph.edit import ValuedEmitter, erase_unused, substitute
 from moe_compile.graph.linear import is_linear
 from moe_compile.graph.query import (
     C10D,
@@ -213,30 +213,23 @@ def _is_cast_up(node: fx.Node) -> bool:
 
 def _replace(reduction: GradientReduction) -> None:
     ranks, sent = reduction.ranks, reduction.source
-    early, late = Emitter(reduction.launch), Emitter(reduction.waits[0])
+    early, late = ValuedEmitter(reduction.launch), ValuedEmitter(reduction.waits[0])
     if _value(sent).dtype is not torch.bfloat16:
         cast = torch.ops.prims.convert_element_type.default
-        sent = _emit(early, cast, sent, torch.bfloat16)
+        sent = early.call(cast, sent, torch.bfloat16)
     if not _value(sent).is_contiguous():
-        sent = _emit(early, ATEN.clone.default, sent, memory_format=torch.contiguous_format)
+        sent = early.call(ATEN.clone.default, sent, memory_format=torch.contiguous_format)
     shape = list(_value(sent).shape)
     even = [shape[0] // ranks] * ranks
-    launch = _emit(early, C10D.all_to_all_single.default, sent, even, even, reduction.group)
-    received = _emit(late, C10D.wait_tensor.default, launch)
-    by_rank = _emit(late, ATEN.view.default, received, [ranks, even[0], *shape[1:]])
-    total = _emit(late, ATEN.sum.dim_IntList, by_rank, [0], dtype=torch.float32)
+    launch = early.call(C10D.all_to_all_single.default, sent, even, even, reduction.group)
+    received = late.call(C10D.wait_tensor.default, launch)
+    by_rank = late.call(ATEN.view.default, received, [ranks, even[0], *shape[1:]])
+    total = late.call(ATEN.sum.dim_IntList, by_rank, [0], dtype=torch.float32)
     if reduction.is_mean:
-        total = _emit(late, ATEN.div.Tensor, total, ranks)
+        total = late.call(ATEN.div.Tensor, total, ranks)
     for wait in reversed(reduction.waits):
         substitute(wait, total)
     erase_unused([reduction.launch])
-
-
-def _emit(emitter: Emitter, target: Any, first: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-    """Emit a call whose tensor is `first`, with the fake value that later passes read."""
-    node = emitter.call(target, first, *args, **kwargs)
-    node.meta["val"] = target(_value(first), *args, **kwargs)
-    return node
 
 
 def _value(node: fx.Node) -> torch.Tensor:

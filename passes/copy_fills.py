@@ -44,7 +44,8 @@ class CopyFills(GraphPass):
         applied = []
         for cat in graph.find_nodes(op="call_function", target=CAT):
             for piece in dict.fromkeys(cat.args[0]):
-                if _is_fill(piece) and _is_shared(piece):  # its last reader keeps it
+                is_shared = any(len(made.users) > 1 for made in _made_of(piece))
+                if is_shared and _is_fill(piece):  # its last reader keeps it
                     read_instead(cat, piece, _copied(Emitter(cat), piece))
                     applied.append(cat.name)
         return PassReport(pass_name=self.name, applied=tuple(applied))
@@ -60,10 +61,6 @@ def _made_of(node: fx.Node) -> Iterator[fx.Node]:
 def _is_fill(node: fx.Node) -> bool:
     *_, maker = _made_of(node)
     return maker.target in FILLS
-
-
-def _is_shared(node: fx.Node) -> bool:
-    return any(len(made.users) > 1 for made in _made_of(node))
 
 
 def _copied(emit: Emitter, node: fx.Node) -> fx.Node:

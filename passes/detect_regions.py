@@ -22,8 +22,8 @@ from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.plan.planned import Findings
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
+from passes.function_exchanges import Unknown, exchanges_of
 from passes.kinds import KINDS
-from passes.normalize.function_exchanges import Unknown, exchanges_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Contract
     Provides  WAITS_VISIBLE.
     Keeps     values and gradients: `_c10d_functional` collectives carry their own autograd.
 
-Programs have exchanges in an `autograd.Function` of their own (`normalize/function_exchanges.py`)
+Programs have exchanges in an `autograd.Function` of their own (`passes/function_exchanges.py`)
 and have `torch.distributed`'s collectives write memory, and others (see below).
 A program may have a function of its own that waits, as older torch has no derivative of a wait:
 on what was awaited before it hands on a view.
@@ -70,8 +70,14 @@ from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
-from passes.normalize.body_values import HAND_ON, MAKE_MEMORY, alike
-from passes.normalize.function_exchanges import Unknown, exchanges_of, replace_function
+from passes.function_exchanges import (
+    HAND_ON,
+    MAKE_MEMORY,
+    Unknown,
+    alike,
+    exchanges_of,
+    replace_function,
+)
 
 VISIBLE: Final = "its launch and its wait stand in the graph"
 

@@ -34,15 +34,15 @@ from passes.contract import Fact, GraphPass
 from passes.copy_fills import CopyFills
 from passes.detect_regions import DetectRegions
 from passes.fold_row_moves import FoldRowMoves
+from passes.forward_cat_split import ForwardCatSplit
 from passes.fuse_token_sums import FuseTokenSums
 from passes.lower_row_ops import LowerRowOps
+from passes.merge_host_reads import MergeHostReads
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.outside import load_rewrites
 from passes.pin_order import PinOrder
 from passes.plan_regions import PlanRegions
 from passes.quantize_exchanges import QuantizeExchanges
-from passes.read_pieces import ReadPieces
-from passes.read_together import ReadTogether
 from passes.realize_slices import RealizeSlices
 from passes.record_order import RecordOrder
 from passes.rewrite import Rewrite
@@ -90,8 +90,8 @@ DYNAMO: Final = Level(
 JOINT: Final = Level(
     (
         SortNodes(),
-        ReadPieces(),
-        ReadTogether(),
+        ForwardCatSplit(),
+        MergeHostReads(),
         SizesFromSplits(),
         SaveExchanges(),
         SaveOverwritten(),
@@ -216,7 +216,7 @@ def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport |
     except Exception as error:
         if state.config.strict or p.is_check:
             raise
-        state.follow(before.restore(graph))
+        state.rename_nodes(before.restore(graph))
         reason = f"{type(error).__name__}: {error}"
         LOG.warning("megamoe: pass %s failed and is left out for this graph: %s", p.name, reason)
         known = isinstance(error, MegaMoEError)

@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from moe_compile.graph.edit import Emitter, replace_uses, substitute
 from moe_compile.graph.query import group_name, input_splits, output_splits, waits_on
-from moe_compile.ops.quantized_exchange import DEQUANTIZE_EXCHANGED
+from moe_compile.ops.packed_rows import DEQUANTIZE_EXCHANGED
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact

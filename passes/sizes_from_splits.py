@@ -31,7 +31,7 @@ class SizesFromSplits(GraphPass):
 
     name: ClassVar[str] = "sizes_from_splits"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
-    after: ClassVar[frozenset[str]] = frozenset({"sort_nodes", "read_together"})
+    after: ClassVar[frozenset[str]] = frozenset({"sort_nodes", "merge_host_reads"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Replace each size by the sum of the splits."""

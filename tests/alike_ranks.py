@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers "fake")
 
-from moe_compile.testing.python_group import PythonGroup, new_group_of
+from moe_compile.testing.process_groups import PythonGroup, new_group_of
 
 
 @dataclass(frozen=True)

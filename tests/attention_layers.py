@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchtitan_integration import head_exchange
+from torchtitan_integration import ulysses
 
 
 def swap(x, group):
@@ -73,11 +73,11 @@ class RecipesAttention(SplitAttention):
     """The exchanges of our own recipe for torchtitan."""
 
     def exchange(self, *operands):
-        return tuple(head_exchange.to_heads(t, self.group) for t in operands)
+        return tuple(ulysses.to_heads(t, self.group) for t in operands)
 
     def forward(self, x):
         o = self.attend(*self.exchange(*self.project(x)))
-        return self.output(head_exchange.to_sequence(o, self.group))
+        return self.output(ulysses.to_sequence(o, self.group))
 
 
 class FusedAttention(SplitAttention):

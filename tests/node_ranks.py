@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.runtime.node_groups import register_node_groups
-from moe_compile.testing.joining import rank_device
+from moe_compile.testing.process_groups import rank_device
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 

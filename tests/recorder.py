@@ -32,8 +32,8 @@ from moe_compile.codegen import trace_graphs
 from moe_compile.read_options import read_options
 from moe_compile.testing.mirrored_rank import become_mirrored
 from moe_compile.testing.programs.campaign import drawn_programs
-from moe_compile.testing.programs.choices import Groups, Reader, Rewrite
-from moe_compile.testing.programs.grammar import Experts
+from moe_compile.testing.programs.choices import Groups, Reader
+from moe_compile.testing.programs.grammar import Experts, Rewrite
 from moe_compile.testing.programs.run import load, start_ranks, steps
 from moe_compile.testing.programs.text import source_of
 from tests.layers import STYLES

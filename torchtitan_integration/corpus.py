@@ -5,22 +5,29 @@ Contract
     under a hash of the text; processes that start together make it once; a reader never sees half
     of it. Neighbouring documents are pieces of different files: a batch is a sample of the whole
     text, not a part of one file.
+    A job asks for one stream by `training.dataset_path = "one_stream"`. Each data-parallel rank
+    then takes its rows of the batches of one rank alone, so that jobs on other layouts train on the
+    same sequences; torchtitan gives each data-parallel rank a text of its own. Every rank reads all
+    of the stream: for small jobs, whose losses are compared.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torchtitan.config import JobConfig
 
 DATASET: Final = "python_stdlib"
 """Value of `training.dataset` and `validation.dataset` that asks for this text."""
@@ -157,3 +164,46 @@ def _train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+ONE_STREAM: Final = "one_stream"
+"""Value of `training.dataset_path`, which our text has no other use for."""
+
+
+def asks_for_one_stream(job: JobConfig) -> bool:
+    """Whether a job's ranks read one stream of our text."""
+    return job.training.dataset == DATASET and job.training.dataset_path == ONE_STREAM
+
+
+class RowsOf:
+    """The rows of one data-parallel rank of the batches that one rank alone would read."""
+
+    def __init__(self, loader: Any, rank: int, num_rows: int) -> None:
+        """Take `num_rows` rows of each batch of `loader`, those of `rank`."""
+        self._loader = loader
+        self._rows = slice(rank * num_rows, (rank + 1) * num_rows)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Yield this rank's inputs and labels."""
+        for inputs, labels in self._loader:
+            yield {name: x[self._rows] for name, x in inputs.items()}, labels[self._rows]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the stream is."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._loader.load_state_dict(state)
+
+
+def read_one_stream(
+    build: Callable[..., Any], job: JobConfig, dp_world_size: int, dp_rank: int, **others: Any
+) -> RowsOf:
+    """Return the loader of one rank; `build` is torchtitan's, `job` says where the text lies."""
+    rows = job.training.local_batch_size
+    training = dataclasses.replace(job.training, local_batch_size=rows * dp_world_size)
+    whole = dataclasses.replace(job, training=training)
+    loader = build(dp_world_size=1, dp_rank=0, job_config=whole, **others)
+    return RowsOf(loader, dp_rank, rows)

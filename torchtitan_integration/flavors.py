@@ -50,19 +50,24 @@ class DebugGptOssArgs(KeepsGroupedGemms, GptOssModelArgs):
     """gpt_oss for a CPU."""
 
 
+DEBUG: Final[Mapping[str, Any]] = {
+    "vocab_size": VOCAB_SIZE,
+    "dim": 128,
+    "n_layers": 3,
+    "n_heads": 4,
+}
+"""What the debug models have in common."""
+
+
 def debug_deepseek_v3(**changes: Any) -> DebugDeepSeekV3Args:
     """Return a DeepSeek-V3 small enough to compile and train on a laptop; two of three layers MoE.
 
     `changes` replace its arguments.
     """
     sizes: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "dim": 128,
         "inter_dim": 256,
         "moe_inter_dim": 128,
-        "n_layers": 3,
         "n_dense_layers": 1,
-        "n_heads": 4,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 16,
@@ -70,66 +75,45 @@ def debug_deepseek_v3(**changes: Any) -> DebugDeepSeekV3Args:
         "mscale": 0.7,
         "moe_args": _debug_moe(num_shared_experts=1),
     }
-    return DebugDeepSeekV3Args(**{**sizes, **changes})
+    return DebugDeepSeekV3Args(**{**DEBUG, **sizes, **changes})
 
 
 def debug_qwen3(**changes: Any) -> Qwen3ModelArgs:
     """Return a Qwen3 MoE of that size: all three layers MoE, grouped-query attention."""
     sizes: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "dim": 128,
         "hidden_dim": 256,
         "moe_inter_dim": 128,
-        "n_layers": 3,
-        "n_heads": 4,
         "n_kv_heads": 2,
         "head_dim": 32,
         "moe_enabled": True,
         "moe_args": _debug_moe(num_shared_experts=0, route_norm=True),
     }
-    return Qwen3ModelArgs(**{**sizes, **changes})
+    return Qwen3ModelArgs(**{**DEBUG, **sizes, **changes})
 
 
 def debug_llama4(**changes: Any) -> DebugLlama4Args:
     """Return a Llama 4 of that size on SDPA: every second of four layers MoE."""
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "dim": 128,
-        "n_layers": 4,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "multiple_of": 64,
-        "moe_args": _debug_moe(
-            num_shared_experts=1, top_k=1, score_func="sigmoid", score_before_experts=True
-        ),
-    }
-    return DebugLlama4Args(**{**sizes, **changes})
+    routing = {"top_k": 1, "score_func": "sigmoid", "score_before_experts": True}
+    moe = _debug_moe(num_shared_experts=1, **routing)
+    sizes = {"n_layers": 4, "n_kv_heads": 2, "multiple_of": 64, "moe_args": moe}
+    return DebugLlama4Args(**{**DEBUG, **sizes, **changes})
 
 
 def debug_gpt_oss(**changes: Any) -> DebugGptOssArgs:
     """Return a gpt_oss of that size: three layers, two of them with a sliding window, all MoE."""
     sizes: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "dim": 128,
         "moe_inter_dim": 128,
-        "n_layers": 3,
-        "n_heads": 4,
         "n_kv_heads": 2,
         "head_dim": 32,
         "sliding_window_size": 32,
         "moe_args": _debug_moe(num_shared_experts=0, route_norm=True, gate_bias=True),
     }
-    return DebugGptOssArgs(**{**sizes, **changes})
+    return DebugGptOssArgs(**{**DEBUG, **sizes, **changes})
 
 
 def _debug_moe(**changes: Any) -> MoEArgs:
-    sizes: dict[str, Any] = {
-        "num_experts": 8,
-        "top_k": 2,
-        "score_func": "softmax",
-        "score_before_experts": False,
-    }
-    return MoEArgs(**{**sizes, **changes})
+    routing = {"score_func": "softmax", "score_before_experts": False}
+    return MoEArgs(**{"num_experts": 8, "top_k": 2, **routing, **changes})
 
 
 def mixtral_8x7b() -> Qwen3ModelArgs:

@@ -46,8 +46,8 @@ from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_div
 from moe_compile.errors import ContractViolation
 from moe_compile.ops.rounded_sum import round_in_place, sum_contributions
 from torchtitan_integration.block_groups import block_groups
-from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.job_config import options_of
+from torchtitan_integration.meshes import expert_mesh
 
 
 class ExpertCarrier(nn.Module):

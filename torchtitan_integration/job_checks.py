@@ -1,12 +1,9 @@
 """What can be wrong with a job beside its options and its layout, said before a process starts.
 
 Contract
-    Every error names the file or the flag, the key, and what to write. A name that only an import
-    of the job's own could make known is not refused.
-
-Values of a job that are of the right kind and cannot train, said before a process starts.
-Every fault names the key, its value, and what to write. torch is imported only to look up a
-name that is not of the common ones.
+    Every error names the file or the flag, the key, its value, and what to write. A name that only
+    an import of the job's own could make known is not refused. torch is imported only to look up a
+    name that is not of the common ones.
 """
 
 from __future__ import annotations
@@ -132,41 +129,29 @@ def notes_on(job: JobFile) -> Iterator[str]:
             f"{KEYS['ep']} is 1: every rank has all experts, and there is no exchange to hide; "
             f"to divide experts over ranks write {KEYS['ep']} = {example}"
         )
-    if layout.model != WITH_BIAS_IN_HF and _is_true(job, "checkpoint.last_save_in_hf"):
+    if layout.model != WITH_BIAS_IN_HF and job.is_true("checkpoint.last_save_in_hf"):
         yield (
             f"checkpoint.last_save_in_hf: safetensors of {layout.model} have no place for the bias "
             "by which experts are balanced, and without it tokens choose other experts"
         )
-    if not _is_true(job, "compile.enable"):
+    if not job.is_true("compile.enable"):
         yield not_compiled(job)
-    elif MODEL not in (parts := _components(job)):
+    elif MODEL not in (parts := names_in_list(job.read("compile.components", [MODEL]))):
+        wanted = ", ".join(map(toml, [MODEL, *parts]))
         yield (
             f'compile.backend is "{BACKEND}" and compile.components has no "{MODEL}": the model is '
-            f"compiled all the same; to say so write compile.components = {_toml([MODEL, *parts])}"
+            f"compiled all the same; to say so write compile.components = [{wanted}]"
         )
 
 
 def not_compiled(job: JobFile) -> str:
     """Return why nothing of a job that names our backend is compiled."""
-    if _is_true(job, "compile.enable"):
+    if job.is_true("compile.enable"):
         return "no block of the model ran, or its first call failed"
     return (
         f'compile.backend is "{BACKEND}" and compile.enable is false: nothing is compiled; '
         "write compile.enable = true"
     )
-
-
-def _components(job: JobFile) -> list[str]:
-    """Return what of a job is compiled, as it says so."""
-    return names_in_list(job.read("compile.components", [MODEL]))
-
-
-def _toml(names: list[str]) -> str:
-    return "[" + ", ".join(map(toml, names)) + "]"
-
-
-def _is_true(job: JobFile, key: str) -> bool:
-    return str(job.read(key, False)).lower() == "true"
 
 
 def _module_faults(job: JobFile) -> Iterator[str]:
@@ -230,7 +215,8 @@ def _flag_fault(word: str, given: str | None, keys: Mapping[str, Kinds]) -> str:
         )
         return takes if equals or given is not None else ""
     if key not in keys:
-        return f"there is no flag {flag!r}.{_nearest_flag(key, keys)}"
+        known = nearest(f"--{key}", OUR_FLAGS) if "." not in key else _nearest(key, keys)
+        return f"there is no flag {flag!r}.{known}"
     text = value if equals else given
     if text is None:
         return f"{flag} needs a value: {titan_keys.said(keys[key])}"
@@ -246,10 +232,6 @@ def _nearest(key: str, keys: Mapping[str, Kinds]) -> str:
     if own:
         return nearest(key, own)
     return nearest(section or name, {k.rpartition(".")[0] for k in keys})
-
-
-def _nearest_flag(key: str, keys: Mapping[str, Kinds]) -> str:
-    return nearest(f"--{key}", OUR_FLAGS) if "." not in key else _nearest(key, keys)
 
 
 def _check_flavor(job: JobFile) -> None:
@@ -269,7 +251,7 @@ def _check_flavor(job: JobFile) -> None:
 def _check_text(job: JobFile) -> None:
     """Refuse a dataset without a name, and one that needs a folder that is not there."""
     _check_dataset(job, "training", "c4_test")
-    if _is_true(job, "validation.enable"):
+    if job.is_true("validation.enable"):
         _check_dataset(job, "validation", "c4_validation")
 
 
@@ -347,7 +329,7 @@ def run_faults(job: JobFile, *, on_cpu: bool) -> Iterator[str]:
     """Yield what keeps a job from running on this machine: folders, and a device it lacks."""
     yield from _folders(job)
     for key in NEEDS_DEVICE:
-        if on_cpu and str(job.read(key, False)).lower() == "true":
+        if on_cpu and job.is_true(key):
             yield f"{key} is true, and torchtitan profiles GPUs alone; write {key} = false on a CPU"
     if on_cpu and job.read("checkpoint.async_mode") == "async_with_pinned_mem":
         yield (
@@ -391,7 +373,7 @@ def _batches(job: JobFile) -> Iterator[str]:
             f"sequences; write {key} = {parts} or more, or megamoe.batch_parts = {sizes[key]}"
         )
     validated = _number(job, "validation.local_batch_size") or 8
-    if str(job.read("validation.enable", False)).lower() == "true" and parts > validated:
+    if job.is_true("validation.enable") and parts > validated:
         yield (
             f"megamoe.batch_parts is {parts}, and validation.local_batch_size = {validated} has "
             f"fewer sequences; write validation.local_batch_size = {parts} or more"

@@ -1,8 +1,10 @@
-"""A torchtitan TOML file and what the command line overrides in it, checked before a rank starts.
+"""A torchtitan TOML file, a recipe or one's own, and what the command line overrides in it.
 
 Contract
-    Every error names the file or the flag, the key, and what to write, and all that is wrong is
-    said at once. Only what concerns megamoe is checked here; `job_checks` has the rest.
+    A path that exists is that file, whatever recipes are called.
+    Checked before a rank starts: every error names the file or the flag, the key, and what to
+    write, and all that is wrong is said at once. Only what concerns megamoe is checked here;
+    `job_checks` has the rest.
 """
 
 from __future__ import annotations
@@ -23,9 +25,27 @@ from moe_compile.config import (
     from_sources,
     no_option,
 )
-from moe_compile.errors import InvalidConfig
-from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, read_layout
-from torchtitan_integration.layout_rules import check_layout
+from moe_compile.errors import InvalidConfig, listed
+from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, check_layout, read_layout
+
+FOLDER: Final = Path(__file__).parent / "configs"
+
+
+def recipes() -> tuple[str, ...]:
+    """Return the names of all recipes."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def find_job(said: str) -> Path:
+    """Return the file that `said` names, a path or a recipe. Raises InvalidConfig for neither."""
+    path = Path(said)
+    if path.exists():
+        return path
+    name = path.name.removesuffix(".toml")
+    if len(path.parts) == 1 and name in recipes():
+        return FOLDER / f"{name}.toml"
+    raise InvalidConfig(f"{said}: No such file, nor a recipe; these are {listed(name, recipes())}")
+
 
 KNOWN: Final = (*OPTION_NAMES, *TABLE_ONLY)
 
@@ -57,6 +77,10 @@ class JobFile:
                 is_switch = not equals and following.startswith("--")  # it takes no value
                 said = True if is_switch else value if equals else following
         return said
+
+    def is_true(self, key: str, *, default: bool = False) -> bool:
+        """Return whether `section.key` is true, as TOML or a flag writes it."""
+        return str(self.read(key, default)).lower() == "true"
 
 
 def load_job(path: Path, overrides: list[str]) -> JobFile:

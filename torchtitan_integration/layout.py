@@ -1,8 +1,9 @@
-"""What of a job decides how its model is laid out, by the keys of torchtitan's TOML.
+"""What of a job decides how its model is laid out, by keys of torchtitan's TOML; what is refused.
 
 Contract
-    The command line and the ranks read a layout by the same keys and defaults. Which layouts there
-    are is said in `layout_rules`.
+    The command line and the ranks read a layout by the same keys and defaults.
+    A layout that would train wrongly, or fail late, is refused by the name of its TOML key before
+    training starts. The command line, the ranks and `docs/layouts.md` read the same `RULES`.
 """
 
 from __future__ import annotations
@@ -70,11 +71,6 @@ class Layout:
         return self.attention == "ulysses" or (self.attention == "auto" and self.cp > 1)
 
     @property
-    def has_mended_gradients(self) -> bool:
-        """Whether torchtitan 0.2.2 gets gradients of it wrong that this recipe gets right."""
-        return self.tp > 1 or self.pp > 1 or (self.dp_replicate > 1 and self.dense_shards == 1)
-
-    @property
     def knows_shards(self) -> bool:
         """Whether the shard degree is a number, not "all ranks that are left" (-1)."""
         return self.dp_shard > 0
@@ -131,3 +127,246 @@ def _as(kind: type, value: Any, key: str) -> Any:
         return int(str(value))
     except ValueError:
         raise InvalidConfig(f"{key} is {value!r}; write a whole number") from None
+
+
+MODELS: Final = ("deepseek_v3", "gpt_oss", "llama4", "qwen3")
+SCHEDULES: Final = ("1F1B", "Interleaved1F1B")
+CHECKPOINTING: Final = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """A layout that is refused."""
+
+    holds: Callable[[Layout], bool]
+    """Whether a layout is of this kind."""
+    what: str
+    """The kind, for the table in the docs."""
+    field: str
+    """Field of `Layout` to change."""
+    instead: Callable[[Layout], Any]
+    """The nearest value that works."""
+    why: str
+
+    def message(self, layout: Layout) -> str:
+        """Return what the user reads."""
+        key = KEYS[self.field]
+        value, better = getattr(layout, self.field), self.instead(layout)
+        return f"{key} = {toml(value)} is not available: {self.why}; write {key} = {toml(better)}"
+
+
+RULES: Final = (
+    Rule(
+        holds=lambda x: x.model not in MODELS,
+        what="models other than " + ", ".join(MODELS),
+        field="model",
+        instead=lambda _: MODELS[0],
+        why="megamoe lays out torchtitan's MoE models, and a model without experts has no "
+        "exchange to hide",
+    ),
+    Rule(
+        holds=lambda x: x.ep > 1 and _has_one_shard(x),
+        what="EP without data shards (data_parallel_shard_degree x context_parallel_degree = 1)",
+        field="dp_shard",
+        instead=lambda x: max(2, x.dp_replicate),
+        why="torchtitan shards experts over a mesh that it only makes for two shards or more",
+    ),
+    Rule(
+        holds=lambda x: x.ep > 1 and x.etp not in (1, x.tp),
+        what="ETP other than 1 and the TP degree",
+        field="etp",
+        instead=lambda _: 1,
+        why="torchtitan has experts whole (1) or split as everything else is (the TP degree)",
+    ),
+    Rule(
+        holds=lambda x: x.knows_shards and _expert_ranks(x) % x.ep > 0,
+        what="an EP degree that does not divide shards x CP x TP / ETP",
+        field="ep",
+        instead=lambda x: max(d for d in range(1, x.ep) if _expert_ranks(x) % d == 0),
+        why="EP borrows its ranks from these axes",
+    ),
+    Rule(
+        holds=lambda x: x.dp_replicate > 1 and _has_one_shard(x) and x.tp * x.pp > 1,
+        what="replicas without data shards, with TP or PP",
+        field="dp_shard",
+        instead=lambda x: x.dp_replicate,
+        why="whole replicas are DDP, which torchtitan has by itself alone: no gradient of TP's "
+        "parameters would be reduced, and not all of a pipeline's",
+    ),
+    Rule(
+        holds=lambda x: x.pp > 1 and x.pp_schedule not in SCHEDULES,
+        what="pipeline schedules other than " + ", ".join(SCHEDULES),
+        field="pp_schedule",
+        instead=lambda _: SCHEDULES[-1],
+        why="its equality with torchtitan is not tested (schedules that split the backward need "
+        "it in two graphs, and megamoe schedules it as one)",
+    ),
+    Rule(
+        holds=lambda x: x.pp > 1 and x.pp_schedule == "1F1B" and x.batch < x.pp * x.microbatch,
+        what="1F1B with fewer microbatches than PP ranks",
+        field="batch",
+        instead=lambda x: x.pp * x.microbatch,
+        why="torch's schedule fills every stage before it runs a backward",
+    ),
+    Rule(
+        holds=lambda x: x.pp > 1 and x.model == "gpt_oss",
+        what="gpt_oss with PP",
+        field="pp",
+        instead=lambda _: 1,
+        why="torchtitan's gpt_oss embeds tokens on every stage, and splits in none",
+    ),
+    Rule(
+        holds=lambda x: x.cp > 1 and x.attention == "tensor",
+        what="CP other than Ulysses",
+        field="attention",
+        instead=lambda _: "ulysses",
+        why="torch's ring attention has kernels for CUDA alone, so that its equality with "
+        "torchtitan could not be tested",
+    ),
+    Rule(
+        holds=lambda x: x.cp == 1 and x.is_ulysses,
+        what="Ulysses without CP",
+        field="attention",
+        instead=lambda _: "auto",
+        why="Ulysses divides the sequence over parallelism.context_parallel_degree ranks, here 1",
+    ),
+    Rule(
+        holds=lambda x: x.cp > 1 and x.tp > 1,
+        what="CP with TP",
+        field="tp",
+        instead=lambda _: 1,
+        why="Ulysses has each CP rank attend with heads of its own, TP each TP rank, and both at "
+        "once are not tested",
+    ),
+    Rule(
+        holds=lambda x: x.cp > 1 and x.pp > 1,
+        what="CP with PP",
+        field="pp",
+        instead=lambda _: 1,
+        why="its equality with torchtitan's FSDP is not tested",
+    ),
+    Rule(
+        holds=lambda x: x.cp > 1 and not _heads_fit(x, x.cp),
+        what="a CP degree that does not divide the query heads, or neither divides the KV heads "
+        "nor is divided by them",
+        field="cp",
+        instead=lambda x: _nearest_cp(x),
+        why="with Ulysses each CP rank attends with an equal share of the model's heads",
+    ),
+    Rule(
+        holds=lambda x: x.cp > 1 and x.kernel not in ("", "sdpa"),
+        what="CP with FlexAttention or variable lengths",
+        field="cp",
+        instead=lambda _: 1,
+        why="torchtitan gives a rank the block mask of its own part of the sequence, and with "
+        "Ulysses it attends over the whole of it",
+    ),
+    Rule(
+        holds=lambda x: x.exchange != "standard",
+        what="DeepEP",
+        field="exchange",
+        instead=lambda _: "standard",
+        why="its dispatch is one fused kernel which a compiler cannot split",
+    ),
+    Rule(
+        holds=lambda x: x.seq_len % (2 * x.cp * x.tp) > 0,
+        what="a sequence that does not divide by 2 x CP x TP",
+        field="seq_len",
+        instead=lambda x: max(1, x.seq_len // (2 * x.cp * x.tp)) * 2 * x.cp * x.tp,
+        why="torchtitan gives each rank of a TP group an equal slice of the sequence",
+    ),
+    Rule(
+        holds=lambda x: x.tp > 1 and x.async_tp,
+        what="asynchronous TP",
+        field="async_tp",
+        instead=lambda _: False,
+        why="Inductor's pass for it moves collectives that megamoe has put in order",
+    ),
+    Rule(
+        holds=lambda x: x.checkpointing not in CHECKPOINTING,
+        what="activation checkpointing by memory budget",
+        field="checkpointing",
+        instead=lambda _: CHECKPOINTING[1],
+        why="it lets the partitioner recompute exchanges",
+    ),
+    Rule(
+        holds=lambda x: x.gradient_wire != "same" and x.reduce_dtype != "float32",
+        what="`gradient_wire` with gradients that are not reduced in float32",
+        field="reduce_dtype",
+        instead=lambda _: "float32",
+        why="gradient_wire rounds float32 gradients once and sums in float32; these are rounded "
+        "before it sees them",
+    ),
+    Rule(
+        holds=lambda x: x.gradient_wire != "same" and _has_one_shard(x),
+        what="`gradient_wire` without FSDP",
+        field="gradient_wire",
+        instead=lambda _: "same",
+        why="it takes the place of FSDP2's reduce-scatter, and one data shard has none (DDP "
+        "all-reduces)",
+    ),
+    Rule(
+        holds=lambda x: x.validates and x.validation_steps == -1 and _data_ranks(x) != 1,
+        what="validation on all there is, with several data ranks",
+        field="validation_steps",
+        instead=lambda _: 10,
+        why="ranks have unequal numbers of batches, and who has more would wait for the others",
+    ),
+    Rule(
+        holds=lambda x: x.validates and x.validation_seq_len % (2 * x.cp * x.tp) > 0,
+        what="a sequence of validation that does not divide by 2 x CP x TP",
+        field="validation_seq_len",
+        instead=lambda x: max(1, x.validation_seq_len // (2 * x.cp * x.tp)) * 2 * x.cp * x.tp,
+        why="torchtitan gives each rank of a TP group an equal slice of the sequence",
+    ),
+    Rule(
+        holds=lambda x: x.validates and x.pp > 1 and x.validation_seq_len != x.seq_len,
+        what="PP with another sequence length in validation",
+        field="validation_seq_len",
+        instead=lambda x: x.seq_len,
+        why="stages of a pipeline receive tensors of one shape",
+    ),
+    Rule(
+        holds=lambda x: x.validates and x.pp > 1 and x.validation_batch != x.batch,
+        what="PP with another batch in validation",
+        field="validation_batch",
+        instead=lambda x: x.batch,
+        why="stages of a pipeline receive tensors of one shape, in as many microbatches",
+    ),
+)
+"""Every refusal."""
+
+
+def _data_ranks(layout: Layout) -> int:
+    """Return the ranks with data of their own; 0 where it is not known."""
+    return layout.dp_replicate * layout.dp_shard if layout.knows_shards else 0
+
+
+def _has_one_shard(layout: Layout) -> bool:
+    return layout.knows_shards and layout.dense_shards < 2
+
+
+def _expert_ranks(layout: Layout) -> int:
+    return layout.dense_shards * layout.tp // (layout.etp if layout.ep > 1 else 1)
+
+
+def _heads_fit(layout: Layout, ranks: int) -> bool:
+    """Return whether each of `ranks` can have query heads of its own and the KV heads of these."""
+    if not layout.query_heads:
+        return True
+    shared = layout.kv_heads % ranks == 0 or ranks % layout.kv_heads == 0
+    return shared and layout.query_heads % ranks == 0
+
+
+def _nearest_cp(layout: Layout) -> int:
+    """Return the largest smaller CP degree that fits heads and sequence; 1, if none does."""
+    fits = (
+        d for d in range(2, layout.cp) if _heads_fit(layout, d) and not layout.seq_len % (2 * d)
+    )
+    return max(fits, default=1)
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise InvalidConfig with every reason for which the recipe does not have this layout."""
+    if refused := [rule.message(layout) for rule in RULES if rule.holds(layout)]:
+        raise InvalidConfig("\n  ".join(refused))

@@ -37,8 +37,8 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.process_report import REPORT, figures
 from moe_compile.runtime.launch_records import executed_records
-from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.job_config import options_of
+from torchtitan_integration.meshes import expert_mesh
 from torchtitan_integration.routing import RoutingCounter, imbalance, rows_to_others
 
 QUANTIZED_WAYS: Final = {"fp8": 2, "fp8_forward": 1}

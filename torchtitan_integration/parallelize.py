@@ -26,14 +26,16 @@ from moe_compile.config import PREFIX
 from moe_compile.runtime.agree_on_machine import agree_on_machines
 from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
 from torchtitan_integration.block_groups import block_groups, forward_of, run_as_group
-from torchtitan_integration.exchange_buffers import exchange_buffers
 from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
 from torchtitan_integration.job_config import compile_options, option_of, options_of, report_path
-from torchtitan_integration.layout import BACKEND, of_model, read_layout
-from torchtitan_integration.layout_rules import check_layout
+from torchtitan_integration.layout import BACKEND, check_layout, of_model, read_layout
+from torchtitan_integration.meshes import (
+    connect_exchanges,
+    exchange_buffers,
+    register_nodes,
+    sequence_mesh,
+)
 from torchtitan_integration.model_parts import ModelParts, parts_of
-from torchtitan_integration.node_mesh import connect_exchanges, register_nodes
-from torchtitan_integration.sequence_mesh import sequence_mesh
 from torchtitan_integration.ulysses import apply_ulysses
 
 LOG: Final = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ Contract
     Importing it gives torchtitan's MoE models a layout by megamoe where `compile.backend` asks for
     it; any other job of theirs is laid out by torchtitan. The model is compiled then whatever
     `compile.components` says. Models and checkpoints are torchtitan's own; so are losses but for
-    their gradients (`mean_loss`), and optimizers but for the balancing of experts, whatever the
+    their gradients (`losses`), and optimizers but for the balancing of experts, whatever the
     backend. The registry's public function is all that is used.
 """
 
@@ -22,18 +22,21 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 
-from torchtitan_integration.balancing import build_optimizers
 from torchtitan_integration.compile_ahead import compiled_ahead
-from torchtitan_integration.corpus import DATASET, prepare_corpus
+from torchtitan_integration.corpus import (
+    DATASET,
+    asks_for_one_stream,
+    prepare_corpus,
+    read_one_stream,
+)
 from torchtitan_integration.flavors import FLAVORS, VOCAB_SIZE
 from torchtitan_integration.fsdp import adapt_to_gloo
 from torchtitan_integration.job_config import asks_for_megamoe, with_model_compiled
-from torchtitan_integration.layout_rules import MODELS
-from torchtitan_integration.mean_loss import EveryLabel, with_mean_gradients
+from torchtitan_integration.layout import MODELS
+from torchtitan_integration.losses import EveryLabel, KernelValidator, with_mean_gradients
 from torchtitan_integration.metrics import MegaMoEMetrics
-from torchtitan_integration.one_stream import asks_for_one_stream, read_one_stream
 from torchtitan_integration.parallelize import parallelize
-from torchtitan_integration.validation import KernelValidator
+from torchtitan_integration.routing import build_optimizers
 
 LOG: Final = logging.getLogger(__name__)
 

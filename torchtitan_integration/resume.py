@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.job_file import JobFile
@@ -25,7 +25,7 @@ BESIDE_MODEL: Final = frozenset({"optimizer", "lr_scheduler", "dataloader", "tra
 
 def check_resume(job: JobFile) -> None:
     """Raise InvalidConfig where a job is over, or cannot load or save as it says."""
-    if not _is_set(job, "enable"):
+    if not job.is_true("checkpoint.enable"):
         return
     _check_formats(job)
     folder = Path(job.read("job.dump_folder", "outputs")) / job.read(
@@ -72,12 +72,14 @@ def _check_formats(job: JobFile) -> None:
         ("last_save_in_hf", "last_save_model_only"),
         ("initial_load_in_hf", "initial_load_model_only"),
     ):
-        if _is_set(job, asked) and not _is_set(job, needs, default=True):
+        if job.is_true(f"checkpoint.{asked}") and not job.is_true(
+            f"checkpoint.{needs}", default=True
+        ):
             raise InvalidConfig(
                 f"checkpoint.{asked} = true: safetensors of Hugging Face hold a model and nothing "
                 f"else; write checkpoint.{needs} = true"
             )
-        if _is_set(job, asked) and not _has_safetensors():
+        if job.is_true(f"checkpoint.{asked}") and not _has_safetensors():
             raise InvalidConfig(
                 f"checkpoint.{asked} = true needs a package that is not installed: pip install "
                 "safetensors"
@@ -95,7 +97,7 @@ def _has_safetensors() -> bool:
 def _check_initial(job: JobFile) -> None:
     """Refuse weights to begin with that are not there, or are less than what is to be loaded."""
     path = job.read("checkpoint.initial_load_path")
-    if _is_set(job, "initial_load_in_hf"):
+    if job.is_true("checkpoint.initial_load_in_hf"):
         key = "checkpoint.initial_load_path" if path else "model.hf_assets_path"
         assets = Path(str(path or job.read("model.hf_assets_path", "./tests/assets/tokenizer")))
         if not any(assets.glob("*.safetensors")):
@@ -113,7 +115,9 @@ def _check_initial(job: JobFile) -> None:
         raise InvalidConfig(
             f"checkpoint.initial_load_path = {str(path)!r} holds no checkpoint{instead}"
         )
-    if not _is_set(job, "initial_load_model_only", default=True) and not _is_whole(job, Path(path)):
+    if not job.is_true("checkpoint.initial_load_model_only", default=True) and not _is_whole(
+        job, Path(path)
+    ):
         raise InvalidConfig(
             f"checkpoint.initial_load_path = {str(path)!r} holds the model alone, as the last step "
             "of a finished job does; write checkpoint.initial_load_model_only = true"
@@ -122,16 +126,11 @@ def _check_initial(job: JobFile) -> None:
 
 def _check_start(job: JobFile, folder: Path) -> None:
     """Refuse to begin with other weights than the job names: torchtitan looks at one place only."""
-    if job.read("checkpoint.initial_load_path") or _is_set(job, "initial_load_in_hf"):
+    if job.read("checkpoint.initial_load_path") or job.is_true("checkpoint.initial_load_in_hf"):
         raise InvalidConfig(
             f"{folder} is there and holds no whole checkpoint: torchtitan would load nothing, nor "
             f"what checkpoint.initial_load_path or initial_load_in_hf ask for; remove {folder}"
         )
-
-
-def _is_set(job: JobFile, name: str, *, default: bool = False) -> bool:
-    value: Any = job.read(f"checkpoint.{name}", default)
-    return str(value).lower() == "true"
 
 
 def _steps(folder: Path) -> list[int]:

@@ -5,15 +5,25 @@ Contract
     steps, warnings and errors of any logger, tracebacks to their end, and what torchrun says.
     Times are measured: from the time stamps of the rank that is shown.
     `verbose` folds nothing. All of it is in the ranks' own files in any case.
+    Errors are those of the newest run, as torchrun keeps them (FOLDER/run/attempt/rank/stderr.log);
+    a few runs before it are kept. A folder that is not as expected has nothing to say.
+    On a terminal a last line says what the job is at.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from statistics import median
 from typing import Final
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 RANK: Final = re.compile(r"^(?:\[rank\d+\]:)+")
 RECORD: Final = re.compile(
@@ -145,3 +155,73 @@ class RunOutput:
             return ""
         said = f"Measured on the rank shown: first step {first:.1f} s, compilation included"
         return said + (f"; later steps {later:.3g} s (median)." if later is not None else ".")
+
+
+ERROR: Final = re.compile(
+    r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Disagreement)\b.*)"
+)
+"""The last line of a traceback."""
+KEPT_RUNS: Final = 4
+"""Runs whose output stays when another begins."""
+MOST_RANKS: Final = 4
+"""Ranks of which errors are shown: those of others repeat them."""
+
+
+def drop_old(folder: Path) -> None:
+    """Remove what the ranks of runs before the newest printed."""
+    for run in _runs(folder)[:-KEPT_RUNS]:
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def last_errors(folder: Path) -> list[str]:
+    """Return `rank N: error` of ranks that ended by one, the last error of each."""
+    runs = _runs(folder)
+    files = sorted(runs[-1].glob("attempt_*/*/stderr.log"), key=_rank) if runs else []
+    found = [(_rank(file), error) for file in files if (error := _last_error(file))]
+    return [f"rank {rank}: {error}" for rank, error in found[:MOST_RANKS]]
+
+
+def _runs(folder: Path) -> list[Path]:
+    """Return the folders of runs, the newest last; what torchrun did not make is none."""
+    found = (path.parent for path in folder.glob("*/attempt_0") if path.is_dir())
+    return sorted(found, key=lambda run: run.stat().st_mtime_ns)
+
+
+def _rank(file: Path) -> int:
+    return int(file.parent.name) if file.parent.name.isdigit() else 0
+
+
+def _last_error(file: Path) -> str:
+    lines = file.read_text(errors="replace").splitlines()
+    errors = [match[1] for line in lines if (match := ERROR.match(line))]
+    return errors[-1] if errors else ""
+
+
+STARTING = "starting the ranks"
+
+
+def show(lines: Iterable[str], output: RunOutput) -> None:
+    """Print what `output` lets through; on a terminal a last line says what the job is at."""
+    console = Console(highlight=False, soft_wrap=True)
+    if console.is_terminal and not output.verbose:
+        _show_live(lines, output, console)
+        return
+    for line in lines:
+        for shown in output.take(line):
+            sys.stdout.write(f"{shown}\n")
+            sys.stdout.flush()
+
+
+def _show_live(lines: Iterable[str], output: RunOutput, console: Console) -> None:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task, doing = progress.add_task(STARTING), output.doing
+        for line in lines:
+            for shown in output.take(line):
+                console.print(shown, markup=False)
+            if output.doing and not doing:  # from here on time is that of the job
+                progress.remove_task(task)
+                task = progress.add_task(output.doing)
+            if output.doing != doing:
+                doing = output.doing
+                progress.update(task, description=doing)

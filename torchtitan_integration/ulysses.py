@@ -5,6 +5,8 @@ Contract
     and the result trades back. Weights, their names and the model's code are as without it.
     Parts of the sequence lie in the order of ranks: torchtitan's load balancer of context
     parallelism, which deals them otherwise, is off.
+    `to_sequence` undoes `to_heads`. A compiler sees `_c10d_functional` collectives, and counts of
+    heads that are read from tensors: the same nodes serve any subset of the heads.
 
 B batch, S the whole sequence, n ranks, h the size of all query heads together, m query heads per KV
 head, H / n query heads per rank and m' = min(m, H / n), since fewer KV heads than ranks are
@@ -39,13 +41,31 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3.model.model import Attention, apply_rotary_emb
 
-from torchtitan_integration.head_exchange import to_heads, to_sequence
+
+def to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return `[B, H / n, S, D]` of `x` `[B, H, S / n, D]`."""
+    by_receiver = x.unflatten(1, (group.size(), -1)).movedim(1, 0)
+    by_part = _exchange(by_receiver, group)
+    return by_part.movedim(0, 2).flatten(2, 3)
+
+
+def to_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return `[B, H, S / n, D]` of `x` `[B, H / n, S, D]`."""
+    by_receiver = x.unflatten(2, (group.size(), -1)).movedim(2, 0)
+    by_heads = _exchange(by_receiver, group)
+    return by_heads.movedim(0, 1).flatten(1, 2)
+
+
+def _exchange(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return what the ranks sent here; `rows[r]` goes to rank r, and comes from it."""
+    return all_to_all_single_autograd(rows.contiguous(), None, None, group)
 
 
 class Ulysses(ParallelStyle):

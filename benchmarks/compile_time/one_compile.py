@@ -69,12 +69,12 @@ def _layer(backend: Backend) -> Iterator[Callable[[], Any]]:
 @contextlib.contextmanager
 def _block(backend: Backend) -> Iterator[Callable[[], Any]]:
     prepare_torch()
-    from torchtitan_integration.dry_run.blocks import (  # noqa: PLC0415  (after the work-arounds)
+    from torchtitan_integration.dry_run.world import (  # noqa: PLC0415  (after the work-arounds)
         call_of_graph,
+        fake_rank,
         first_with_experts,
         model_of_blocks,
     )
-    from torchtitan_integration.dry_run.world import fake_rank  # noqa: PLC0415
     from torchtitan_integration.job_file import load_job  # noqa: PLC0415
     from torchtitan_integration.parallelize import apply_model_parallelism  # noqa: PLC0415
 

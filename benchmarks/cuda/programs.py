@@ -32,14 +32,15 @@ from benchmarks.cuda.fake_h100 import DEVICE
 from benchmarks.link.cases import Case
 from benchmarks.link.layer import MoELayer
 from moe_compile.runtime.node_groups import NodeGroups, node_groups_of, register_node_groups
-from torchtitan_integration.dry_run.blocks import (
+from torchtitan_integration.dry_run.world import (
+    FakeRank,
     call_of_graph,
+    fake_rank,
     first_with_experts,
     model_of_blocks,
 )
-from torchtitan_integration.dry_run.world import FakeRank, fake_rank
-from torchtitan_integration.expert_mesh import expert_mesh
 from torchtitan_integration.job_file import JobFile
+from torchtitan_integration.meshes import expert_mesh
 from torchtitan_integration.parallelize import apply_model_parallelism
 
 RECIPE: Final = (

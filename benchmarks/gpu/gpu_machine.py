@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 import torch
 
-from moe_compile.testing.programs.record import describe_machine
+from moe_compile.report.provenance import describe_machine
 
 
 def describe_gpu_machine(device: str) -> dict[str, Any]:

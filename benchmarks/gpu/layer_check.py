@@ -17,6 +17,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from benchmarks.check.sections import Record, say
 from benchmarks.gpu.exact_layer import Tensors, exact_results, relative_errors
 from benchmarks.gpu.layer_step import (
     GPU_VARIANTS,
@@ -29,7 +30,6 @@ from benchmarks.gpu.layer_step import (
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.link.cases import BASELINE, QUANTIZED
 from benchmarks.link.variants import Variant
-from moe_compile.check.record import Record, say
 
 ALLOWED: Final = 1.1
 """Times plain Inductor's error."""

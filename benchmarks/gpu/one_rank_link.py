@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.lanes import CudaLane, Exchange, ProcessorLane
-from moe_compile.testing.python_group import PythonGroup, new_group_of
+from moe_compile.testing.process_groups import PythonGroup, new_group_of
 
 Lane = CudaLane | ProcessorLane
 

@@ -29,7 +29,7 @@ from torch import nn
 from benchmarks.link.cases import BlockCase, Plan
 from benchmarks.link.collectives import gather, reduce_scatter
 from benchmarks.link.layer import MoELayer, route, run_experts
-from torchtitan_integration.head_exchange import to_heads, to_sequence
+from torchtitan_integration.ulysses import to_heads, to_sequence
 
 EPSILON: Final = 1e-5
 """Of the norms, as in Llama."""

@@ -23,8 +23,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from moe_compile.report.command import recorded_command
-from moe_compile.testing.programs.record import describe_machine
+from moe_compile.report.provenance import describe_machine, recorded_command
 
 CONFIG: Final = Path("torchtitan_integration/configs/deepseek_v3_debug_cpu.toml")
 STEP: Final = re.compile(r"step:\s+(\d+)\s+loss:\s+(\S+)")

@@ -30,7 +30,7 @@ from benchmarks.link.clocks import Clock
 from benchmarks.link.link_model import NO_LINK, ExchangeEnds, LinkRate, Span, Topology, Traffic
 from benchmarks.link.post_board import Post, PostBoard
 from moe_compile.hardware.collectives import spread_of
-from moe_compile.testing.python_group import PythonGroup, new_groups_of
+from moe_compile.testing.process_groups import PythonGroup, new_groups_of
 
 BACKEND: Final = "emulated"
 """Name the process groups are registered under."""

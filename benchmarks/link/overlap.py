@@ -26,8 +26,7 @@ from benchmarks.link.measure import Job, measure_case
 from benchmarks.link.post_board import create_board
 from benchmarks.link.results import header_of_case, rows_of, with_other_cases
 from benchmarks.link.table import print_case, print_head
-from moe_compile.report.command import recorded_command
-from moe_compile.testing.programs.record import describe_machine
+from moe_compile.report.provenance import describe_machine, recorded_command
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
 CACHE: Final = Path("outputs") / "benchmark_cache"

@@ -33,8 +33,8 @@ from benchmarks.link.variants import EXPERTS_ALONE
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
-from moe_compile.report.command import recorded_command
-from moe_compile.report.measures import predicted_measures
+from moe_compile.report.process_report import predicted_measures
+from moe_compile.report.provenance import recorded_command
 
 RECORDED: Final = Path(__file__).parents[1] / "results" / "overlap_parts_cpu.json"
 SHAPES: Final = ((1, 2), (2, 2), (4, 2), (2, 4))

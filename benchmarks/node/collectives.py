@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.device_time import elapsed_s, synchronize
-from moe_compile.testing.joining import rank_device
+from moe_compile.testing.process_groups import rank_device
 
 EXCHANGE: Final = "all-to-all"
 GATHER: Final = "all-gather"

@@ -9,10 +9,16 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.check.tables import (
+    Look,
+    Section,
+    new_table,
+    no_failure,
+    print_bars,
+    print_sections,
+)
 from benchmarks.node.beside import OWN, said_of
 from benchmarks.node.links import link_of
-from moe_compile.check.bars import Look, Section, no_failure
-from moe_compile.check.tables import new_table, print_bars, print_sections
 
 TIMES: Final = ("exposed_ms", "hidden_ms")
 NUMBERS: Final = ("contention", "overlap_slowdown")

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from moe_compile.testing.joining import rank_device
+from moe_compile.testing.process_groups import rank_device
 
 HEAD_START_CYCLES: Final = 10_000_000
 """Some milliseconds."""

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_compile.simulator.models import MODELS, TABLE_2, ModelShape
 from passes.normalize_exchanges import NormalizeExchanges
-from torchtitan_integration.dry_run.blocks import fused_attention
+from torchtitan_integration.dry_run.world import fused_attention
 
 MOST_RANKS: Final = 64
 SHAPES: Final = (*TABLE_2, *(MODELS[name] for name in ("deepseek-v3", "qwen3-235b", "qwen3-30b")))

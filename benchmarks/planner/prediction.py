@@ -28,8 +28,7 @@ from rich.table import Table
 from benchmarks.link.post_board import create_board
 from benchmarks.planner.held_setting import Held, hold_all
 from benchmarks.planner.prediction_settings import SETTINGS, Setting
-from moe_compile.report.command import recorded_command
-from moe_compile.testing.programs.record import describe_machine
+from moe_compile.report.provenance import describe_machine, recorded_command
 from moe_compile.testing.rank_pool import RankPool
 
 TIMEOUT_S: Final = 1800.0

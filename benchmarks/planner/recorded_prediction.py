@@ -30,7 +30,7 @@ from benchmarks.planner.planned_models import fake_group
 from benchmarks.planner.predicted_layer import PredictedLayer, predict_layer
 from benchmarks.planner.recorded_case import case_of, profile_of, with_link
 from moe_compile.hardware import HardwareProfile
-from moe_compile.report.command import recorded_command
+from moe_compile.report.provenance import recorded_command
 
 VARIANT: Final = "megamoe N="
 MEMORY_BOUNDS: Final = (0.1, 1000.0)

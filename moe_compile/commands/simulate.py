@@ -6,13 +6,14 @@ One layer under each way to divide it, nothing overlapped: MegaScale-MoE figure 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
+
+from rich.console import Console
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import load_cluster
@@ -98,36 +99,39 @@ def simulate(known: argparse.Namespace) -> int:
     return 0
 
 
+def _console(known: argparse.Namespace) -> Console:
+    """Return where tables are printed: nowhere, where JSON is."""
+    return Console(quiet=True) if known.json else tables.new_console()
+
+
 def _predictions(known: argparse.Namespace) -> dict[str, Any]:
     setting = _setting(known)
     sizes = known.gpus or ((setting.job.gpus,) if known.model != "352b" else GPUS)
     rows = [
-        predict(name, _on(changed, gpus))
+        predict(name, replace(changed, job=replace(changed.job, gpus=gpus)))
         for gpus in sizes
         for name, changed in schedules(setting, known.schedule).items()
     ]
     if known.timeline:
         written = _write_timeline(known, setting)
-        if not known.json:
-            tables.new_console().print(f"{known.timeline}: one layer under {', '.join(written)}.")
-            tables.new_console().print(f"{LEGEND}")
-    fit = {k: v for k, v in dataclasses.asdict(setting.fit).items() if v != 1.0}
+        _console(known).print(f"{known.timeline}: one layer under {', '.join(written)}.")
+        _console(known).print(f"{LEGEND}")
+    fit = {k: v for k, v in asdict(setting.fit).items() if v != 1.0}
     said = ", ".join(f"{k} {v}" for k, v in fit.items()) or "none"
     job, name = setting.job, known.fit or default_fit(known.model, setting.profile)
     title = (
         f"{setting.model.name} on {setting.profile.name}: batch {job.global_batch}, sequence "
         f"{job.seq_len}, pipeline {job.pipeline} x {job.virtual_stages}; fit {name}: {said}"
     )
-    if not known.json:
-        tables.print_predictions(rows, title, tables.new_console())
+    tables.print_predictions(rows, title, _console(known))
     return {
         "model": setting.model.name,
         "cluster": setting.profile.name,
         "fit": name,
-        "factors": dataclasses.asdict(setting.fit),
+        "factors": asdict(setting.fit),
         "contention": setting.costs.link.contention,
         "overlap_slowdown": setting.costs.link.overlap_slowdown,
-        "job": dataclasses.asdict(job),
+        "job": asdict(job),
         "rows": tables.as_data(rows),
     }
 
@@ -135,12 +139,9 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
 def _table(known: argparse.Namespace) -> dict[str, Any]:
     if known.timeline:
         raise InvalidConfig("--timeline is of a model, not of a table; leave one out")
-    if known.table == "waterfall":
-        return _waterfall(known)
-    if known.table == "bounds":
-        return _bounds(known)
-    if known.table == "parts":
-        return _part_shares(known)
+    if known.table != "megascale":
+        kinds = {"waterfall": _waterfall, "bounds": _bounds, "parts": _part_shares}
+        return kinds[known.table](known)
     main = [checks.check_table_3(), checks.check_table_5()]
     others = [
         checks.check_speedups(),
@@ -150,11 +151,10 @@ def _table(known: argparse.Namespace) -> dict[str, Any]:
         checks.check_deepseek(),
     ]
     ranked = checks.rank_deepseek()
-    if not known.json:
-        console = tables.new_console()
-        tables.print_checks([*main, *others], console)
-        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ranked.items())
-        console.print(f"DeepSeek-V3 without a fit, tokens per second and GPU: {rates}.")
+    console = _console(known)
+    tables.print_checks([*main, *others], console)
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ranked.items())
+    console.print(f"DeepSeek-V3 without a fit, tokens per second and GPU: {rates}.")
     data = tables.checks_as_data([*main, *others], main)
     return {**data, "deepseek_v3_tokens_per_gpu_s": ranked}
 
@@ -163,8 +163,7 @@ def _waterfall(known: argparse.Namespace) -> dict[str, Any]:
     data = {}
     for gpus in known.gpus or GPUS[-1:]:
         changes, own = explain_speedup(gpus), predict_own_part(gpus)
-        if not known.json:
-            tables.print_changes(changes, own, gpus, tables.new_console())
+        tables.print_changes(changes, own, gpus, _console(known))
         data[str(gpus)] = tables.as_data([*changes, own])
     return data
 
@@ -173,16 +172,13 @@ def _bounds(known: argparse.Namespace) -> dict[str, Any]:
     profile = load_cluster(known.cluster)
     fit = known.fit or DEFAULT_FIT.get(profile.name, "none")
     bounds = find_bounds(profile, profile.fit(fit))
-    if not known.json:
-        title = f"Bounds on {profile.name}, fit {fit}"
-        tables.print_bounds(bounds, title, tables.new_console())
+    tables.print_bounds(bounds, f"Bounds on {profile.name}, fit {fit}", _console(known))
     return {"cluster": profile.name, "fit": fit, "rows": tables.as_data(bounds)}
 
 
 def _part_shares(known: argparse.Namespace) -> dict[str, Any]:
     rows = find_part_shares(known.cluster, known.fit)
-    if not known.json:
-        tables.print_part_shares(rows, known.cluster, tables.new_console())
+    tables.print_part_shares(rows, known.cluster, _console(known))
     return {"cluster": known.cluster, "fit": known.fit, "rows": tables.as_data(rows)}
 
 
@@ -229,10 +225,6 @@ def _picture() -> Any:
         raise InvalidConfig(
             "a picture needs matplotlib; pip install matplotlib, or write a .json trace"
         ) from None
-
-
-def _on(setting: Setting, gpus: int) -> Setting:
-    return dataclasses.replace(setting, job=dataclasses.replace(setting.job, gpus=gpus))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -20,10 +20,17 @@ from typing import Any
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
-from moe_compile.report.nothing_rewritten import why_nothing_was_rewritten
+from moe_compile.report.explanation_text import why_nothing_was_rewritten
 from torchtitan_integration.job_checks import checked_ranks, not_compiled, notes_on
 from torchtitan_integration.job_config import REPORT_FILE
-from torchtitan_integration.job_file import JobFile, rank_with_loss, read_job, uses_megamoe
+from torchtitan_integration.job_file import (
+    JobFile,
+    find_job,
+    rank_with_loss,
+    read_job,
+    recipes,
+    uses_megamoe,
+)
 from torchtitan_integration.launch import (
     allow_open_files,
     num_gpus,
@@ -33,10 +40,7 @@ from torchtitan_integration.launch import (
     uses_cpu,
 )
 from torchtitan_integration.layout import read_layout
-from torchtitan_integration.rank_logs import drop_old, last_errors
-from torchtitan_integration.recipes import find_job, recipes
-from torchtitan_integration.run_output import RunOutput
-from torchtitan_integration.terminal import show
+from torchtitan_integration.run_output import RunOutput, drop_old, last_errors, show
 from torchtitan_integration.titan_keys import check_torchtitan
 
 SIGNALLED = 128

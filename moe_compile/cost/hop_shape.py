@@ -19,7 +19,7 @@ INDEX_KERNELS: Final = 40.0
 """Small operators that find the rows of both hops (`moe_compile/ops/hop_rows.py`), as written; no
 generated code was counted."""
 PLACE_KERNELS: Final = 6.0
-"""Of the places of sums (`moe_compile/ops/hop_sums.py`), on nodes and at home, as generated."""
+"""Of the places of sums (`moe_compile/ops/two_hops.py`), on nodes and at home, as generated."""
 MASK_BYTES: Final = 4.0
 """Of each row of hop 1, which experts of a node it is for: one word of 32."""
 SCORE_BYTES: Final = 4.0

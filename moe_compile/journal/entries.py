@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.journal.kinds import Kind
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Kind, Reason
 from moe_compile.journal.remedies import ACTED_ON, REMEDIES
 
 
@@ -49,7 +48,7 @@ class Verdict:
     @property
     def why(self) -> str:
         """Return `reason (detail)`."""
-        return self.reason.value + (f" ({self.detail})" if self.detail else "")
+        return self.reason.said(self.detail)
 
     def __str__(self) -> str:
         """Return `candidate: reason (detail)`."""
@@ -93,8 +92,7 @@ class Dropped:
     @property
     def why(self) -> str:
         """Return what was raised, or `reason (detail)`."""
-        detail = f" ({self.detail})" if self.detail else ""
-        return self.detail if self.is_failure else self.reason.value + detail
+        return self.detail if self.is_failure else self.reason.said(self.detail)
 
 
 @dataclass(slots=True)

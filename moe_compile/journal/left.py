@@ -21,4 +21,4 @@ class Left(Exception):
 
     def __str__(self) -> str:
         """Return `reason (detail)`."""
-        return self.reason.value + (f" ({self.detail})" if self.detail else "")
+        return self.reason.said(self.detail)

@@ -3,6 +3,7 @@
 Contract
     Closed: what is reported, logged or refused by `strict` has a reason from here, and says what is
     particular to its candidate in the detail. A package that none of them fits uses `OTHER`.
+    `strict` and reports go by the kind alone.
     What to change about each is in `moe_compile.journal.remedies`.
 """
 
@@ -10,7 +11,16 @@ from __future__ import annotations
 
 import enum
 
-from moe_compile.journal.kinds import Kind
+
+class Kind(enum.Enum):
+    """What a reason says of its candidate."""
+
+    NOT_MEANT = "it is not what the rewrite is for"
+    NOT_ASKED = "the options leave it off"
+    DONE = "it is as wanted"
+    NO_GAIN = "it would not pay"
+    NOT_POSSIBLE = "it cannot be done in the number or form asked for"
+    UNPROVEN = "the rewrite applies here, but is not proven to be safe"
 
 
 class Reason(enum.Enum):
@@ -24,6 +34,10 @@ class Reason(enum.Enum):
         member._value_ = text
         member.kind = kind
         return member
+
+    def said(self, detail: str) -> str:
+        """Return `reason (detail)`."""
+        return self.value + (f" ({detail})" if detail else "")
 
     # options
     NOT_ASKED = "the options leave it off", Kind.NOT_ASKED

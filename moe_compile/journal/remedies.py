@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from moe_compile.journal.kinds import Kind
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Kind, Reason
 
 PAGE: Final = "docs/reasons.md"
 SAME_GRAPH: Final = (

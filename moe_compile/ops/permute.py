@@ -27,15 +27,8 @@ class _PermuteRows(torch.autograd.Function):
         return torch.ops.megamoe.permute_rows(grads[0], inverse, order), None, None
 
 
-def permute_rows_reference(
-    rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
-) -> torch.Tensor:
-    """Return `rows[order]`. Shapes: rows `[R, ...]`, order and inverse `[R]` integers."""
-    del inverse  # fixes the gradient, not the value
-    return rows[order]
-
-
 def _permute_rows(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> Any:
+    """Return `rows[order]`. Shapes: rows `[R, ...]`, order and inverse `[R]` integers."""
     return _PermuteRows.apply(rows, order, inverse)
 
 

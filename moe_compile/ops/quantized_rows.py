@@ -51,9 +51,8 @@ HAS_KERNELS: Final = (
     torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
 )
 if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster without it
-    from moe_compile.ops.kernels.gather_quantize_pack import gather_quantize_pack
     from moe_compile.ops.kernels.gather_rows import gather_rows
-    from moe_compile.ops.kernels.unpack_dequantize import unpack_dequantize
+    from moe_compile.ops.kernels.pack_rows import gather_quantize_pack, unpack_dequantize
 
 
 def has_kernel(device: torch.device) -> bool:
@@ -61,122 +60,12 @@ def has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and HAS_KERNELS
 
 
-def gather_quantize_pack_reference(
-    rows: torch.Tensor, index: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the message `[R, M]` of rows `index`; rows `[S, D]` floating, index `[R]` integers.
+def pack_rows(rows_SD: torch.Tensor, index_R: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the message `[R, M]`, uint8, of rows `index_R`, or of all where there is no index.
 
     Raises ValueError for rows that are no matrix of floating-point numbers.
     """
-    _check_rows(rows)
-    return pack_rows(rows, index)
-
-
-def unpack_dequantize_reference(
-    message: torch.Tensor, width: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the rows `[R, width]` of a message `[R, M]`, rounded once to `dtype`."""
-    check_message(message, width)
-    return unpack_rows(message, width, dtype)
-
-
-def unpack_dequantize_permute_reference(
-    message: torch.Tensor, index: torch.Tensor, width: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return rows `index` of a message: `unpack_dequantize(message, ...)[index]`."""
-    check_message(message, width)
-    return unpack_rows(message[index], width, dtype)
-
-
-def gather_rows_reference(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return `rows[index]`: `[R, D]` of rows `[S, D]`."""
-    return rows[index]
-
-
-def _check_rows(rows: torch.Tensor) -> None:
-    if rows.dim() != 2 or not rows.dtype.is_floating_point:
-        raise ValueError(
-            f"rows are [S, D] of floating-point numbers, not {rows.dtype} {rows.shape}"
-        )
-
-
-def _fake_pack(rows: torch.Tensor, index: torch.Tensor | None = None) -> torch.Tensor:
-    _check_rows(rows)
-    num_rows = rows.shape[0] if index is None else index.shape[0]
-    return rows.new_empty((num_rows, row_bytes(int(rows.shape[1]))), dtype=torch.uint8)
-
-
-def _fake_unpack(message: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    check_message(message, width)
-    return message.new_empty((message.shape[0], width), dtype=dtype)
-
-
-def _fake_unpack_permute(
-    message: torch.Tensor, index: torch.Tensor, width: int, dtype: torch.dtype
-) -> torch.Tensor:
-    check_message(message, width)
-    return message.new_empty((index.shape[0], width), dtype=dtype)
-
-
-def _fake_gather(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty((index.shape[0], *rows.shape[1:]))
-
-
-REFERENCES: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
-    GATHER_QUANTIZE_PACK: gather_quantize_pack_reference,
-    UNPACK_DEQUANTIZE: unpack_dequantize_reference,
-    UNPACK_DEQUANTIZE_PERMUTE: unpack_dequantize_permute_reference,
-    GATHER_ROWS: gather_rows_reference,
-}
-"""Operator -> what it computes, in plain PyTorch."""
-
-_FAKES: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
-    GATHER_QUANTIZE_PACK: _fake_pack,
-    UNPACK_DEQUANTIZE: _fake_unpack,
-    UNPACK_DEQUANTIZE_PERMUTE: _fake_unpack_permute,
-    GATHER_ROWS: _fake_gather,
-}
-
-
-def _pack_by_kernel(rows: torch.Tensor, index: torch.Tensor | None = None) -> torch.Tensor:
-    _check_rows(rows)
-    return gather_quantize_pack(rows, index)
-
-
-def _unpack_by_kernel(message: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    check_message(message, width)
-    return unpack_dequantize(message, None, width, dtype)
-
-
-def _unpack_permute_by_kernel(
-    message: torch.Tensor, index: torch.Tensor, width: int, dtype: torch.dtype
-) -> torch.Tensor:
-    check_message(message, width)
-    return unpack_dequantize(message, index, width, dtype)
-
-
-_KERNELS: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
-    GATHER_QUANTIZE_PACK: _pack_by_kernel,
-    UNPACK_DEQUANTIZE: _unpack_by_kernel,
-    UNPACK_DEQUANTIZE_PERMUTE: _unpack_permute_by_kernel,
-    GATHER_ROWS: lambda rows, index: gather_rows(rows, index),
-}
-
-
-def _register() -> None:
-    for op, reference in REFERENCES.items():
-        name = op._schema.name
-        LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-        torch.library.register_fake(name, _FAKES[op], lib=LIBRARY)
-        if HAS_KERNELS:
-            LIBRARY.impl(name, _KERNELS[op], "CUDA")
-
-
-_register()
-
-
-def pack_rows(rows_SD: torch.Tensor, index_R: torch.Tensor | None) -> torch.Tensor:
-    """Return the message `[R, M]`, uint8, of rows `index_R`, or of all where there is no index."""
+    _check_rows(rows_SD)
     rows_RD = rows_SD if index_R is None else rows_SD[index_R]
     num_rows, width = rows_RD.shape
     filled = num_blocks(width) * BLOCK - width
@@ -194,7 +83,8 @@ def pack_rows(rows_SD: torch.Tensor, index_R: torch.Tensor | None) -> torch.Tens
 
 
 def unpack_rows(message_RM: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows `[R, width]` of `dtype`."""
+    """Return the rows `[R, width]` of a message `[R, M]`, rounded once to `dtype`."""
+    check_message(message_RM, width)
     payload_RD = message_RM[:, :width].view(torch.float8_e4m3fn).float()
     scales = message_RM[:, payload_bytes(width) :].reshape(-1).view(torch.float32)
     scales_RB = scales.reshape(message_RM.shape[0], num_blocks(width))
@@ -213,3 +103,65 @@ def check_message(message: torch.Tensor, width: int) -> None:
         raise ValueError(
             f"rows of {width} columns take {row_bytes(width)} bytes, not {message.shape[1]}"
         )
+
+
+def _check_rows(rows: torch.Tensor) -> None:
+    if rows.dim() != 2 or not rows.dtype.is_floating_point:
+        raise ValueError(
+            f"rows are [S, D] of floating-point numbers, not {rows.dtype} {rows.shape}"
+        )
+
+
+def _fake_pack(rows: torch.Tensor, index: torch.Tensor | None = None) -> torch.Tensor:
+    _check_rows(rows)
+    num_rows = rows.shape[0] if index is None else index.shape[0]
+    return rows.new_empty((num_rows, row_bytes(int(rows.shape[1]))), dtype=torch.uint8)
+
+
+def _fake_unpack(
+    message: torch.Tensor, index: torch.Tensor, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    check_message(message, width)
+    return message.new_empty((index.shape[0], width), dtype=dtype)
+
+
+def _pack_by_kernel(rows: torch.Tensor, index: torch.Tensor | None = None) -> torch.Tensor:
+    _check_rows(rows)
+    return gather_quantize_pack(rows, index)
+
+
+def _unpack_by_kernel(
+    message: torch.Tensor, index: torch.Tensor | None, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    check_message(message, width)
+    return unpack_dequantize(message, index, width, dtype)
+
+
+REFERENCES: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
+    GATHER_QUANTIZE_PACK: pack_rows,
+    UNPACK_DEQUANTIZE: unpack_rows,
+    UNPACK_DEQUANTIZE_PERMUTE: lambda message, index, *row: unpack_rows(message[index], *row),
+    GATHER_ROWS: lambda rows, index: rows[index],
+}
+"""Operator -> what it computes, in plain PyTorch."""
+
+_FAKES: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
+    GATHER_QUANTIZE_PACK: _fake_pack,
+    UNPACK_DEQUANTIZE: lambda message, *row: _fake_unpack(message, message, *row),
+    UNPACK_DEQUANTIZE_PERMUTE: _fake_unpack,
+    GATHER_ROWS: lambda rows, index: rows.new_empty((index.shape[0], *rows.shape[1:])),
+}
+
+_KERNELS: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
+    GATHER_QUANTIZE_PACK: _pack_by_kernel,
+    UNPACK_DEQUANTIZE: lambda message, *row: _unpack_by_kernel(message, None, *row),
+    UNPACK_DEQUANTIZE_PERMUTE: _unpack_by_kernel,
+    GATHER_ROWS: lambda rows, index: gather_rows(rows, index),
+}
+
+for _op, _reference in REFERENCES.items():
+    _name = _op._schema.name
+    LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(_name, _FAKES[_op], lib=LIBRARY)
+    if HAS_KERNELS:
+        LIBRARY.impl(_name, _KERNELS[_op], "CUDA")

@@ -29,8 +29,7 @@ from moe_compile.ops.permute import LIBRARY
 from moe_compile.ops.quantized_rows import HAS_KERNELS
 
 if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster without it
-    from moe_compile.ops.kernels.dot_rows import dot_rows
-    from moe_compile.ops.kernels.sum_rows import sum_rows
+    from moe_compile.ops.kernels.sum_rows import dot_rows, sum_rows
 
 LIBRARY.define(
     "sum_of_places(Tensor[] rows, Tensor places, ScalarType dtype, Tensor? weights=None) -> Tensor"
@@ -69,7 +68,7 @@ def sum_of_places(
 def _weighted_sum(
     rows: Sequence[torch.Tensor], places: torch.Tensor, dtype: torch.dtype, weights: torch.Tensor
 ) -> torch.Tensor:
-    wide, whole = wide_type(rows[0].dtype, weights.dtype), _joined(rows)
+    wide, whole = wide_type(rows[0].dtype, weights.dtype), joined(rows)
     total = None
     for place, weight in zip(places.unbind(1), weights.to(wide).unbind(1), strict=True):
         product = whole.index_select(0, place).to(wide) * weight[:, None]
@@ -82,13 +81,14 @@ def dots_of_places(
     rows: Sequence[torch.Tensor], places: torch.Tensor, others: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the products `[number, most]` of the rows at `places` and `others` `[number, D]`."""
-    wide, whole = wide_type(rows[0].dtype, others.dtype), _joined(rows)
+    wide, whole = wide_type(rows[0].dtype, others.dtype), joined(rows)
     lines = others.to(wide)
     found = [(whole.index_select(0, place).to(wide) * lines).sum(1) for place in places.unbind(1)]
     return torch.stack(found, 1).to(dtype)
 
 
-def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of all matrices."""
     return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 

@@ -74,7 +74,7 @@ class CompileState:
     dropped: list[str] = field(default_factory=list)
     """Passes that failed on a graph of AOTAutograd, each as `pass graph`: no later attempt to
     compile the program runs them on that graph."""
-    tell_dropped: Callable[[], None] | None = None
+    on_pass_failed: Callable[[], None] | None = None
     """Called with each of these: a backward graph comes when the report of its compilation is
     written."""
     gathered_groups: set[str] = field(default_factory=set)
@@ -100,7 +100,7 @@ class CompileState:
         self.found, self.planned = Findings(), {}
         self.dead, self.launches, self.results, self.rewrites = (), {}, {}, ()
 
-    def follow(self, now: Mapping[fx.Node, fx.Node]) -> None:
+    def rename_nodes(self, now: Mapping[fx.Node, fx.Node]) -> None:
         """Take in that the nodes of the Dynamo graph at hand are others now."""
         self.launches = {
             region: {name: tuple(now.get(n, n) for n in nodes) for name, nodes in each.items()}
@@ -108,7 +108,7 @@ class CompileState:
         }
         self.results = {region: now.get(node, node) for region, node in self.results.items()}
 
-    def leave_out(self, passes: Collection[str]) -> None:
+    def withdraw(self, passes: Collection[str]) -> None:
         """Take in which passes were left out, whose share of the plan is not carried out."""
         if "rewrite_regions" in passes:
             is_asked = "rewrite_regions" in self.config.disable_passes

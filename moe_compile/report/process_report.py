@@ -4,10 +4,9 @@ Contract
     `as_dict` is plain JSON data; times are predicted from the hardware profile, never measured.
     The file is replaced whole, so that a reader never sees half of it. Rank 0 writes; where it
     cannot, it warns once, and nothing else ends.
-
-Each exchange of a compilation in one line: found, or not found, why, and what to change.
-A dispatch and its combine are one entry, at the line of the dispatch; exchanges of counts and
-collectives that are no all-to-all are none.
+    Each exchange of a compilation has one line: found, or not found, why, and what to change.
+    A dispatch and its combine are one entry, at the line of the dispatch; exchanges of counts and
+    collectives that are no all-to-all are none.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+import torch.fx as fx
 
 from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.compilations import Compilation
@@ -36,7 +36,7 @@ from moe_compile.report.region_reports import (
     LEFT_WHOLE,
     RegionReport,
 )
-from moe_compile.runtime.launch_records import executed_records, on_first_execution
+from moe_compile.runtime.launch_records import RECORD_LAUNCHES, executed_records, on_first_execution
 from moe_compile.source_hash import installed_version
 
 LOG: Final = logging.getLogger(__name__)
@@ -283,3 +283,16 @@ def _short(why: str) -> str:
 
 def _chunks(number: int) -> str:
     return f"{number} chunks" if number > 1 else "one piece"
+
+
+def predicted_measures(graph: fx.Graph) -> dict[str, float]:
+    """Return times, microseconds, and bytes, from the record that every graph with launches has."""
+    found = record_of(graph)
+    return figures(found) if found else {}
+
+
+def record_of(graph: fx.Graph) -> dict[str, Any]:
+    """Return what a traced graph notes of itself when it runs; {} of a graph without launches."""
+    for node in graph.find_nodes(op="call_function", target=RECORD_LAUNCHES):
+        return dict(json.loads(str(node.args[1])))
+    return {}

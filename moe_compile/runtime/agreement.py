@@ -64,8 +64,7 @@ from moe_compile.runtime.answers import (
     entry,
     reach,
 )
-from moe_compile.runtime.call_log import Journal, Program
-from moe_compile.runtime.launch_count import LaunchCount
+from moe_compile.runtime.call_log import Journal, LaunchCount, Program
 from moe_compile.runtime.rank_store import (
     LEFT,
     STORE_ERRORS,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_compile.testing.joining import rank_device
+from moe_compile.testing.process_groups import rank_device
 
 
 def differing_tensors(

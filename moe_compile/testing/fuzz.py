@@ -22,9 +22,8 @@ from threading import Thread
 from typing import Final
 
 from moe_compile.testing.programs.campaign import Campaign, Limits
-from moe_compile.testing.programs.choices import Rewrite
-from moe_compile.testing.programs.coverage import Coverage
-from moe_compile.testing.programs.record import add_record, covered
+from moe_compile.testing.programs.coverage import Coverage, add_record, covered
+from moe_compile.testing.programs.grammar import Rewrite
 from moe_compile.testing.programs.strategy import PROGRAMS_OF
 
 WORKERS: Final = 2

@@ -20,6 +20,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from moe_compile.testing.process_groups import PythonGroup
+
 BACKEND: Final = "mirrored"
 
 
@@ -51,26 +53,15 @@ class TableLayout:
         return told.view_as(table)
 
 
-class MirroredGroup(dist.ProcessGroup):
+class MirroredGroup(PythonGroup):
     """The process group of rank 0 and its mirror images."""
+
+    backend_name = BACKEND
 
     def __init__(self, num_ranks: int = 2) -> None:
         """Make the group; torch gives it a name."""
         super().__init__(0, num_ranks)
-        self._name = ""
         self.table: TableLayout | None = None
-
-    def getBackendName(self) -> str:
-        """Return the name torch knows this group's backend by."""
-        return BACKEND
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> str:
-        """Name functional collectives find this group by."""
-        return self._name
 
     @torch.compiler.disable
     def alltoall_base(

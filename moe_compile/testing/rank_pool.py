@@ -37,14 +37,14 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from moe_compile.testing.cpu_rounding.cpu_bits import use_bits_of_environment
-from moe_compile.testing.joining import be_deterministic, join
+from moe_compile.testing.process_groups import be_deterministic, join
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 from moe_compile.torch_quirks.untraceable_guards import install_eager_fallback
 
@@ -119,12 +119,7 @@ class RankPool:
         self._start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the ranks."""
         self._stop()
 
@@ -218,7 +213,8 @@ class RankPool:
                     results[rank] = _receive(rank, pipe)
                     answered = time.monotonic()
                     settled |= results[rank][0] and settles(results[rank][1])
-        said = _failures(results)
+        failed = (f"rank {r}:\n{text}" for r, (ok, text) in sorted(results.items()) if not ok)
+        said = "\n".join(failed)
         if missing := sorted(set(range(self.num_ranks)) - set(results)):
             waited, idle = time.monotonic() - began, idleness.seconds()
             said = (
@@ -250,11 +246,6 @@ def _prepare_copies(context: Any) -> None:
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before
-
-
-def _failures(results: dict[int, Any]) -> str:
-    failed = {r: text for r, (ok, text) in sorted(results.items()) if not ok}
-    return "\n".join(f"rank {r}:\n{text}" for r, text in failed.items())
 
 
 def _receive(rank: int, pipe: Connection) -> tuple[bool, Any]:

@@ -18,9 +18,8 @@ from moe_compile.cost.traced_nodes import Layers, TracedNodes
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import source_place
 from moe_compile.hardware import HardwareProfile
-from moe_compile.journal.kinds import Kind
 from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Kind, Reason
 from moe_compile.journal.remedies import REMEDIES, changes_for
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import last_bits_remark, plan_num_chunks
@@ -29,8 +28,14 @@ from moe_compile.plan.plan import RegionPlan
 from moe_compile.plan.planned import Findings, Found, Planned
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.kernel_bits import bits
-from moe_compile.report.decisions import decision_figures, decision_remarks
-from moe_compile.report.region_reports import CHUNKED, LEFT_WHOLE, RegionReport, edges_remarks
+from moe_compile.report.region_reports import (
+    CHUNKED,
+    LEFT_WHOLE,
+    RegionReport,
+    decision_figures,
+    decision_remarks,
+    edges_remarks,
+)
 from passes.kinds.contract import Emitted, Finds, RegionKind
 from passes.replay.capacity_chunks import emit_capacity_chunks
 from passes.replay.capacity_trial import Trial, try_chunks

@@ -27,9 +27,8 @@ from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import source_place, value_of
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Verdict
-from moe_compile.journal.kinds import Kind
 from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Kind, Reason
 from moe_compile.journal.remedies import changes_for
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.choose_plan import Decision
@@ -44,8 +43,12 @@ from moe_compile.plan.decide import choose
 from moe_compile.plan.plan import RegionPlan
 from moe_compile.plan.planned import Findings, Found, Planned
 from moe_compile.plan.state import CompileState
-from moe_compile.report.decisions import decision_figures, decision_remarks
-from moe_compile.report.region_reports import CHUNKED, AttentionReport
+from moe_compile.report.region_reports import (
+    CHUNKED,
+    AttentionReport,
+    decision_figures,
+    decision_remarks,
+)
 from passes.kinds.contract import Emitted, Finds, RegionKind
 from passes.replay.factor_pieces import Pieces
 

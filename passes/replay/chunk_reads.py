@@ -18,9 +18,8 @@ from moe_compile.graph.query import input_splits, output_splits, tensor_of
 from moe_compile.regions.new_order import parts
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.rewrites import Surroundings
-from passes.replay.host_reads import ASSERT, SPLITS_DO_NOT_FIT, BulkRead
+from passes.replay.host_reads import ASSERT, SPLITS_DO_NOT_FIT, BulkRead, most_of
 from passes.replay.replayed import Replay, emit_until_reads, needed_for
-from passes.replay.sizes import most_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ Pseudo-code
 Emit the way home of rows that came in two hops: summed on the node, then at home.
 A token's rows cross from a node as one, in the type of its sum or, as rows inside the node, in
 eight bits. Orders and types are those of
-`moe_compile.ops.hop_sums`; each collective is a node of its own.
+`moe_compile.ops.two_hops`; each collective is a node of its own.
 
 Send what the model multiplies its rows by, where rows go in two hops: a number for each row.
 They go flat and at once, and so do their gradients home, where sums are made on the nodes; else
@@ -44,36 +44,35 @@ import torch.fx as fx
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, input_splits, output_splits, tensor_of, waits_on
 from moe_compile.ops.hop_rows import BACK_ROWS, CHUNK_ROWS, HOP_SIZES
-from moe_compile.ops.hop_sums import PLACES_OF, TOKENS_RECEIVED
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.ops.row_sums import SUM_OF_PLACES, wide_type
-from moe_compile.ops.two_hops import ROWS_RECEIVED, SUMMED_AT_HOME
+from moe_compile.ops.two_hops import PLACES_OF, ROWS_RECEIVED, SUMMED_AT_HOME, TOKENS_RECEIVED
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Surroundings
 from moe_compile.regions.token_regions import DividedForm
-from passes.replay.changed_rows import changed_rows, weighted_rows, weights_of_rows
-from passes.replay.chunk_axis import ChunkAxis, split_by_experts
+from passes.replay.chunk_axis import ChunkAxis, slice_to_chunk, split_by_experts, split_weights
 from passes.replay.chunk_reads import ChunkReads, read_chunks
 from passes.replay.hops import (
     Cut,
     Hops,
+    RowWire,
     Sizes,
     Table,
     as_received,
+    as_rows,
+    as_sent,
     emit_arrival,
     emit_hops,
     exchange_table,
+    gradient_wire,
     launched,
     split_rows,
     total_of,
 )
-from passes.replay.masked_replay import emit_results
+from passes.replay.host_reads import extent
+from passes.replay.masked_replay import assert_all_are_sent, emit_results, emit_row_order
 from passes.replay.prune import prune_other_experts
-from passes.replay.replayed import Replay, emit_rest
-from passes.replay.row_order import assert_all_are_sent, emit_row_order
-from passes.replay.row_wire import RowWire, as_rows, as_sent, gradient_wire
-from passes.replay.sizes import extent
-from passes.replay.weight_slices import slice_to_chunk, split_weights
+from passes.replay.replayed import Replay, changed_rows, emit_rest, weighted_rows, weights_of_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,11 @@
-"""Emit the way of tokens to experts in two hops: the table of sizes, and both exchanges.
+"""Emit the way of tokens to experts in two hops: the table of sizes, what is sent, both exchanges.
 
 Contract
     Every index is computed on the device, as `moe_compile.ops.hop_rows` has it; of sizes the caller
     lets the host read what `moe_compile.ops.hop_rows.hop_sizes` says.
+    Rows are sent as messages of eight bits where a wire is given. A message is packed once and may
+    be moved, cut and handed on as rows are (`moe_compile.ops.packed_rows`). It carries no gradient:
+    operators which receive rows do.
 """
 
 from __future__ import annotations
@@ -20,10 +23,52 @@ from moe_compile.cost.sizes import note_nominal_rows
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, tensor_of
 from moe_compile.ops.hop_rows import FAN_ROWS, FAR_ROWS, HOP_TABLE, NEAR_ROWS
+from moe_compile.ops.quantized_rows import (
+    GATHER_QUANTIZE_PACK,
+    UNPACK_DEQUANTIZE,
+    UNPACK_DEQUANTIZE_PERMUTE,
+)
 from moe_compile.ops.two_hops import grouped
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.token_regions import DividedForm
-from passes.replay.row_wire import RowWire, as_rows, as_sent
+
+
+@dataclass(frozen=True, slots=True)
+class RowWire:
+    """The rows that travel in eight bits."""
+
+    width: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, wire: str, rows: fx.Node) -> RowWire | None:
+        """Return the wire of an option for rows like `rows`; None where they go as they are."""
+        if wire == "same":
+            return None
+        tensor = tensor_of(rows)
+        assert tensor is not None
+        return cls(int(tensor.shape[1]), tensor.dtype)
+
+
+def gradient_wire(wire: str, rows: fx.Node) -> RowWire | None:
+    """Return the wire of an option for the gradients of rows like `rows`."""
+    return RowWire.of(wire, rows) if wire == "fp8" else None
+
+
+def as_sent(emit: Emitter, rows: fx.Node, index: fx.Node | None, wire: RowWire | None) -> fx.Node:
+    """Emit what is sent of rows `index` of `rows`, or of all."""
+    if wire is not None:
+        return emit.call(GATHER_QUANTIZE_PACK, rows, *(() if index is None else (index,)))
+    return rows if index is None else emit.method("index_select", rows, 0, index)
+
+
+def as_rows(emit: Emitter, came: fx.Node, index: fx.Node | None, wire: RowWire | None) -> fx.Node:
+    """Emit rows `index` of what came, or all of them."""
+    if wire is None:
+        return came if index is None else emit.method("index_select", came, 0, index)
+    if index is None:
+        return emit.call(UNPACK_DEQUANTIZE, came, wire.width, wire.dtype)
+    return emit.call(UNPACK_DEQUANTIZE_PERMUTE, came, index, wire.width, wire.dtype)
 
 
 @dataclass(frozen=True, slots=True)

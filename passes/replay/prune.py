@@ -24,7 +24,7 @@ import torch.fx as fx
 from moe_compile.graph.effects import is_pure
 from moe_compile.regions.host_reads import is_host_read
 from moe_compile.regions.regions import MoERegion, RowProof
-from passes.replay.sizes import Size
+from passes.replay.host_reads import Size
 
 CONCATENATIONS: Final = (torch.cat, torch.concat, torch.concatenate)
 

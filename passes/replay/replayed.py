@@ -2,6 +2,9 @@
 
 Contract
     What the host must know is asked for, not read: one bulk read serves every replay.
+    Rows that are changed elsewhere, by casts, factors and weights of sums, are changed by operators
+    that are the model's own, or equal them element by element: values and gradients of the rows are
+    those that the model computes for the same rows at home.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ import torch.fx as fx
 import torch.nn.functional as F
 
 from moe_compile.graph.edit import Emitter, recompute_between
+from moe_compile.graph.torch_calls import torch_name
 from moe_compile.regions.host_reads import is_move_to_host
 from moe_compile.regions.new_order import Part
 from moe_compile.regions.regions import MoERegion
-from passes.replay.host_reads import BulkRead
+from moe_compile.regions.row_chain import CASTS
+from moe_compile.regions.token_regions import TokenSum
+from moe_compile.regions.token_sums import WEIGHS
+from passes.replay.host_reads import BulkRead, Size, name_inferred_size
 from passes.replay.prune import Pruned
-from passes.replay.sizes import Size, name_inferred_size
 
 
 @dataclass(slots=True)
@@ -111,3 +117,42 @@ def _copy_for_chunk(emit: Emitter, node: fx.Node, env: dict[fx.Node, Any]) -> fx
     copied = emit.copy(node, env)
     name_inferred_size(copied, node)
     return copied
+
+
+def changed_rows(
+    emit: Emitter,
+    first: fx.Node,
+    rows: fx.Node,
+    chain: Iterable[fx.Node],
+    factors: Mapping[fx.Node, fx.Node],
+) -> fx.Node:
+    """Emit `chain` on `rows`, in the place of `first` and with `factors` for the model's."""
+    env: dict[fx.Node, Any] = {**factors, first: rows}
+    for node in chain:
+        rows = env[node] = emit.copy(node, env)
+    return rows
+
+
+def weights_of_rows(emit: Emitter, sums: TokenSum) -> fx.Node:
+    """Emit the weights of a weighted sum, which stand by token, for each row: `[R, 1]`."""
+    assert sums.weights is not None
+    flat = emit.method("reshape", sums.weights, -1)
+    return emit.method("unsqueeze", emit.call(operator.getitem, flat, sums.index), -1)
+
+
+def weighted_rows(
+    emit: Emitter, sums: TokenSum, rows: fx.Node, factors: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """Emit what a sum per token adds up, each row times its weight, in the types the model has.
+
+    A batched product with weights `[T, 1, k]` gives a row the gradient `weight * gradient`: one
+    product each, as an elementwise one with weights `[T, k, 1]`.
+    """
+    if sums.weights is None:
+        return rows
+    for node in sums.tail:
+        if torch_name(node) in WEIGHS:
+            rows = emit.call(torch.mul, rows, factors[sums.weights])
+        elif node.op == "call_method" and node.target in CASTS:
+            rows = emit.copy(node, {node.args[0]: rows})
+    return rows

@@ -29,7 +29,7 @@ LAYERS = (  # left to right; longest prefix wins
     ("moe_compile.cost",),
     ("moe_compile.schedule",),
     ("moe_compile.plan",),
-    ("moe_compile.report.decisions", "moe_compile.report.region_reports"),
+    ("moe_compile.report.region_reports",),
     ("passes",),
     ("moe_compile.report",),
     (
@@ -47,7 +47,6 @@ LAYERS = (  # left to right; longest prefix wins
     ),
     ("moe_compile.simulator",),
     ("moe_compile.testing",),
-    ("moe_compile.check",),
     ("torchtitan_integration",),
     ("moe_compile.commands", "moe_compile.cli"),
 )
@@ -94,9 +93,7 @@ def test_what_no_hash_of_the_sources_has_is_imported_by_nothing_that_compiles():
     """An edit of the fuzzer or the simulator leaves what users have compiled in their caches."""
     beside = [p for p in SOURCES if p not in HASHED and not p.is_relative_to(RECIPE)]
     rooms = {f"moe_compile.{p.relative_to(ROOT).parts[1].removesuffix('.py')}" for p in beside}
-    assert rooms == {
-        f"moe_compile.{r}" for r in ("check", "cli", "commands", "simulator", "testing")
-    }
+    assert rooms == {f"moe_compile.{r}" for r in ("cli", "commands", "simulator", "testing")}
     for path in {*SOURCES} & {*HASHED}:
         read = [n for n in imports(path) if any(f"{n}.".startswith(f"{r}.") for r in rooms)]
         assert not read, path

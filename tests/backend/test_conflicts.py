@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.runtime.answers import backward_entry, conflict_of, conflict_of_counts, entry
-from moe_compile.runtime.call_log import Call, Journal, Program
-from moe_compile.runtime.launch_count import LaunchCount
+from moe_compile.runtime.call_log import Call, Journal, LaunchCount, Program
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from moe_compile.runtime.launch_records import executed_records
-from moe_compile.testing.joining import rank_device
+from moe_compile.testing.process_groups import rank_device
 from tests.gradient_sums import check_rounded_once
 from tests.layers import GroupedExperts
 

@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import all_to_all_single
 
 from moe_compile import backend, nothing_rewritten
 from moe_compile.nothing_rewritten import Watch
-from moe_compile.report.nothing_rewritten import why_nothing_was_rewritten
+from moe_compile.report.explanation_text import why_nothing_was_rewritten
 from moe_compile.report.process_report import ProcessReport
 
 FX = {"megamoe.codegen": "fx"}

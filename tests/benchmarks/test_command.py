@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_compile.report.command import recorded_command
+from moe_compile.report.provenance import recorded_command
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("*.json"))
 PROGRAMS = tuple(f"python -m {name}" for name in ("benchmarks.", "moe_compile.testing.", "tests."))

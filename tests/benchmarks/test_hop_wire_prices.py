@@ -13,7 +13,7 @@ from moe_compile.hardware import load_profile
 from moe_compile.hardware.profile import read_profile
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.region_tasks import price_us
-from moe_compile.report.measures import predicted_measures
+from moe_compile.report.process_report import predicted_measures
 from tests.capture import dynamo_graphs
 from tests.plan.test_hops_in_eight_bits import (
     EIGHT,

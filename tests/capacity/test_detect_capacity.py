@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from moe_compile.journal.kinds import Kind
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Kind, Reason
 from moe_compile.report.compilations import unmatched
 from passes.detect_regions import DetectRegions
 from tests.attention_layers import LateNorm, SplitAttention

@@ -11,7 +11,7 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.joining import be_deterministic
+from moe_compile.testing.process_groups import be_deterministic
 from passes.zero_empty_groups import GROUPED
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts

@@ -13,10 +13,25 @@ from collections import Counter
 import pytest
 
 from moe_compile.report.region_reports import IN_TWO_HOPS
-from moe_compile.testing.programs.capacity_choices import Across, Extra, Fill, Room, Sent
-from moe_compile.testing.programs.capacity_strategy import FORMATS, SLOTS_LEFT_WHOLE
-from moe_compile.testing.programs.choices import Act, Back, Order, Rewrite, Style, Wrapping
-from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits
+from moe_compile.testing.programs.choices import (
+    Across,
+    Act,
+    Back,
+    Counts,
+    Cut,
+    Extra,
+    Fill,
+    Find,
+    Move,
+    Order,
+    Put,
+    Room,
+    Sent,
+    Splits,
+    Style,
+    Unsort,
+    Wrapping,
+)
 from moe_compile.testing.programs.grammar import (
     GROUPED_PRODUCTS,
     HOPPING,
@@ -24,13 +39,17 @@ from moe_compile.testing.programs.grammar import (
     Capacity,
     Experts,
     Program,
+    Rewrite,
 )
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.legal import legal
-from moe_compile.testing.programs.loop_choices import Cut, Find, Put
 from moe_compile.testing.programs.run import run
-from moe_compile.testing.programs.sender_choices import Unsort
-from moe_compile.testing.programs.strategy import FILLING, LEAVES_WHOLE
+from moe_compile.testing.programs.strategy import (
+    FILLING,
+    FORMATS_OF_CAPACITY,
+    LEAVES_WHOLE,
+    SLOTS_LEFT_WHOLE,
+)
 from moe_compile.testing.programs.text import source_of
 
 
@@ -197,7 +216,7 @@ def test_a_layer_is_rewritten_and_equals_eager(row):
 
 # --- experts with a capacity -------------------------------------------------------------------
 
-FORMAT_OF = {format.dtype: format for format in reversed(FORMATS)}
+FORMAT_OF = {format.dtype: format for format in reversed(FORMATS_OF_CAPACITY)}
 SLOTS = {
     "across": [*Across],
     "sent": [*Sent],

@@ -7,9 +7,8 @@ import pytest
 
 from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.testing.programs.campaign import drawn_programs
-from moe_compile.testing.programs.choices import Groups, Reader, Rewrite, Style
-from moe_compile.testing.programs.exchange_choices import Counts, Splits
-from moe_compile.testing.programs.grammar import HOPPING, Capacity, Experts, Program
+from moe_compile.testing.programs.choices import Counts, Groups, Reader, Splits, Style
+from moe_compile.testing.programs.grammar import HOPPING, Capacity, Experts, Program, Rewrite
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run

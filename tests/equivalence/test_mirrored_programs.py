@@ -8,21 +8,24 @@ import pytest
 from moe_compile.testing.programs.choices import (
     Act,
     Backward,
+    Counts,
     Detail,
+    Loss,
+    Move,
     Order,
+    Padding,
     Poison,
     Reader,
-    Rewrite,
     Running,
     Sharing,
     Style,
+    Unsort,
+    Weighing,
     Wrapping,
 )
-from moe_compile.testing.programs.exchange_choices import Counts, Move
-from moe_compile.testing.programs.grammar import Experts, Program
+from moe_compile.testing.programs.grammar import Experts, Program, Rewrite
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.run import run
-from moe_compile.testing.programs.sender_choices import Loss, Padding, Unsort, Weighing
 from moe_compile.testing.programs.text import source_of
 from tests.slow_parameters import slow_but
 from tests.this_torch import has_autocast_by_functions, has_hooks, need

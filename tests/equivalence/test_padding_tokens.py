@@ -11,11 +11,9 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import AS_WRITTEN, DOES_NOT_COMPILE
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.programs.choices import Sharing, Style
+from moe_compile.testing.programs.choices import Cut, Padding, Sharing, Style
 from moe_compile.testing.programs.grammar import Experts, Program
-from moe_compile.testing.programs.loop_choices import Cut
 from moe_compile.testing.programs.run import run as run_program
-from moe_compile.testing.programs.sender_choices import Padding
 from moe_compile.testing.programs.text import source_of
 from moe_compile.testing.rank_pool import RankPool
 from passes import rewrite_regions

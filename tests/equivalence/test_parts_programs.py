@@ -10,19 +10,19 @@ import pytest
 from moe_compile.testing.programs.campaign import drawn_programs
 from moe_compile.testing.programs.choices import (
     Backward,
+    Counts,
     Reader,
-    Rewrite,
     Sharing,
     Style,
+    Unsort,
+    Weighing,
     Within,
     Wrapping,
 )
-from moe_compile.testing.programs.exchange_choices import Counts
-from moe_compile.testing.programs.grammar import PARTED, Experts, OwnAttention, Program
+from moe_compile.testing.programs.grammar import PARTED, Experts, OwnAttention, Program, Rewrite
 from moe_compile.testing.programs.judge import Kind, judgement_of
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run
-from moe_compile.testing.programs.sender_choices import Unsort, Weighing
 from moe_compile.testing.programs.text import source_of
 from tests.slow_parameters import exhaustive_but, slow_but
 

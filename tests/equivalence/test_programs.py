@@ -8,45 +8,40 @@ from typing import get_args
 
 import pytest
 
-from moe_compile.testing.programs import (
-    capacity_choices,
-    choices,
-    exchange_choices,
-    loop_choices,
-    sender_choices,
-)
-from moe_compile.testing.programs.campaign import UNMENDED, drawn_programs
-from moe_compile.testing.programs.capacity_choices import Across, Extra, Fill, Mixing, Room
-from moe_compile.testing.programs.capacity_strategy import SLOTS_LEFT_WHOLE
+from moe_compile.testing.programs import choices, grammar
+from moe_compile.testing.programs.campaign import UNMENDED, drawn_programs, simplest, sweep
 from moe_compile.testing.programs.choices import (
+    Across,
     Act,
+    Counts,
     Decoy,
     Detail,
+    Extra,
+    Fill,
+    Mixing,
+    Move,
     Order,
     Reader,
-    Rewrite,
+    Room,
     Routing,
     Sharing,
+    Splits,
     Style,
     Within,
     Wrapping,
 )
-from moe_compile.testing.programs.coverage import Coverage
-from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits
-from moe_compile.testing.programs.features import all_features, feature, features
+from moe_compile.testing.programs.coverage import Coverage, all_features, covered, feature, features
 from moe_compile.testing.programs.grammar import (
     Capacity,
     Experts,
     Layer,
     Program,
+    Rewrite,
 )
 from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
 from moe_compile.testing.programs.legal import legal
-from moe_compile.testing.programs.record import covered
 from moe_compile.testing.programs.run import Findings, run
-from moe_compile.testing.programs.shrink import simplest
-from moe_compile.testing.programs.strategy import LEAVES_WHOLE, PROGRAMS_OF
-from moe_compile.testing.programs.sweep import sweep
+from moe_compile.testing.programs.strategy import LEAVES_WHOLE, PROGRAMS_OF, SLOTS_LEFT_WHOLE
 from moe_compile.testing.programs.text import source_of
 from moe_compile.testing.programs.wanted import wanted_programs
 from moe_compile.testing.rank_pool import RankFailure
@@ -258,7 +253,7 @@ def test_a_pass_that_failed_is_a_failure():
     assert judgement_of([found, found]).failed
 
 
-CHOICES = (capacity_choices, choices, exchange_choices, loop_choices, sender_choices)
+CHOICES = (choices, grammar)
 
 
 @pytest.mark.slow
@@ -317,7 +312,7 @@ def test_whatever_a_record_lacks_is_run():
 
 def test_a_failing_program_shrinks_to_what_makes_it_fail():
     def fails(program):
-        layers = [a for a in program.layers if isinstance(a, Experts)]
+        layers = program.experts
         legacy = any(a.counts is Counts.LEGACY and Reader.RETURNED in a.readers for a in layers)
         return legacy and 0 in sum(program.tokens, ())
 

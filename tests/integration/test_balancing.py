@@ -13,9 +13,8 @@ from torchtitan.config import Optimizer
 
 from tests.integration.titan_jobs import OURS, STEPS, STOCK, VALIDATES, train
 from tests.slow_parameters import exhaustive_but
-from torchtitan_integration.balancing import build_optimizers
-from torchtitan_integration.layout import KEYS
-from torchtitan_integration.layout_rules import MODELS
+from torchtitan_integration.layout import KEYS, MODELS
+from torchtitan_integration.routing import build_optimizers
 
 EXPERTS = 4
 COUNTS = st.lists(st.integers(0, 60), min_size=EXPERTS, max_size=EXPERTS)

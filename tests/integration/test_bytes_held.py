@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import ParallelDims
 
 from moe_compile.config import MegaMoEConfig
-from torchtitan_integration.exchange_buffers import buffers_of, exchange_buffers
+from torchtitan_integration.meshes import buffers_of, exchange_buffers
 from torchtitan_integration.parallelize import COPIES_OF_PARAMETERS, bytes_held
 
 

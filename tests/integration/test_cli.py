@@ -17,17 +17,15 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.report.process_report import report_of
 from torchtitan_integration.job_checks import check_job, check_ranks, notes_on
 from torchtitan_integration.job_config import asks_for_megamoe, with_model_compiled
-from torchtitan_integration.job_file import load_job, num_ranks, rank_with_loss
+from torchtitan_integration.job_file import find_job, load_job, num_ranks, rank_with_loss, recipes
 from torchtitan_integration.launch import (
     ON_GPUS,
     allow_open_files,
     settings_on_gpus,
     train_command,
 )
-from torchtitan_integration.layout import KEYS, Layout
-from torchtitan_integration.layout_rules import RULES, check_layout
-from torchtitan_integration.rank_logs import drop_old
-from torchtitan_integration.recipes import find_job, recipes
+from torchtitan_integration.layout import KEYS, RULES, Layout, check_layout
+from torchtitan_integration.run_output import drop_old
 from torchtitan_integration.titan_keys import keys_of_jobs, own_flavors
 
 OURS = '[model]\nname = "deepseek_v3"\n[compile]\nbackend = "megamoe"\n'

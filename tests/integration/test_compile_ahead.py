@@ -9,10 +9,10 @@ from torch import nn
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.report.process_report import REPORT
+from tests.integration.layout_table import TESTED
 from tests.integration.one_rank import Recorder, num_ranks, settings_of
 from tests.integration.titan_jobs import OURS, train
 from torchtitan_integration.compile_ahead import run_and_forget
-from torchtitan_integration.layout_table import TESTED
 
 PIPELINE, INTERLEAVED = TESTED[13], TESTED[14]
 TENSOR = next(layout for layout in TESTED if layout.pp > 1 and layout.tp > 1)

@@ -21,10 +21,9 @@ import torchtitan_integration.register  # noqa: F401
 from moe_compile.cost.hop_shape import HopShape
 from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.flavors import FLAVORS
-from torchtitan_integration.job_file import load_job, num_ranks
+from torchtitan_integration.job_file import load_job, num_ranks, recipes
 from torchtitan_integration.launch import ON_GPUS
 from torchtitan_integration.layout import read_layout
-from torchtitan_integration.recipes import recipes
 
 FOLDER = Path(__file__).parents[2] / "torchtitan_integration"
 PROFILES = Path(__file__).parents[2] / "moe_compile" / "hardware" / "profiles"

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_compile.ops.rounded_sum import STAGED
-from moe_compile.testing.joining import rank_device
+from moe_compile.testing.process_groups import rank_device
 from tests.gradient_sums import check_rounded_once, contribution
 from torchtitan_integration.fsdp import RoundedReduceScatter, round_gradients
 

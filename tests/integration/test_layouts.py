@@ -12,11 +12,10 @@ import pytest
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.errors import InvalidConfig
+from tests.integration.layout_table import TESTED, has_mended_gradients, table
 from tests.integration.titan_jobs import NOT_COMPILED, OURS, SMALL, STEPS, STOCK, train
 from tests.slow_parameters import exhaustive_but
-from torchtitan_integration.layout import DEGREES, KEYS, Layout
-from torchtitan_integration.layout_rules import check_layout
-from torchtitan_integration.layout_table import TESTED, table
+from torchtitan_integration.layout import DEGREES, KEYS, Layout, check_layout
 
 ROOT = Path(__file__).parents[2]
 CHOSEN = tuple(TESTED[i] for i in (4, 8, 11, 14, 19, 23, 26))
@@ -58,7 +57,7 @@ def test_losses_and_placements_are_torchtitans(pool_for, plain, tmp_path, layout
     settings = settings_of(layout)
     ranks = num_ranks(settings)
     theirs = right = plain(settings, NO_CHECKPOINTING, STOCK)
-    if layout.has_mended_gradients:
+    if has_mended_gradients(layout):
         right = plain(settings, NO_CHECKPOINTING, NOT_COMPILED)
     ours = train(pool_for(ranks), ranks, tmp_path, settings, OURS)
     assert [sorted(rank.steps) for rank in ours] == [list(range(1, STEPS + 1))] * len(ours)

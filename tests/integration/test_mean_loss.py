@@ -11,7 +11,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 
 from moe_compile.errors import InvalidConfig
-from torchtitan_integration.mean_loss import EveryLabel, with_mean_gradients
+from torchtitan_integration.losses import EveryLabel, with_mean_gradients
 
 LENGTH = 16
 

@@ -6,8 +6,7 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from tests.integration.titan_jobs import OURS, STOCK, train
 from tests.slow_parameters import exhaustive_but
-from torchtitan_integration.layout import KEYS
-from torchtitan_integration.layout_rules import MODELS
+from torchtitan_integration.layout import KEYS, MODELS
 
 GLOBAL_BATCH = 8
 ONE_D = {KEYS["ep"]: 1, "training.global_batch_size": GLOBAL_BATCH, KEYS["checkpointing"]: "none"}

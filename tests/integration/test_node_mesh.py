@@ -16,8 +16,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.runtime.node_groups import node_groups_of
 from moe_compile.testing.rank_pool import RankFailure
 from tests.integration.titan_jobs import OURS, STOCK, train
-from torchtitan_integration.expert_mesh import expert_mesh
-from torchtitan_integration.node_mesh import connect_exchanges, node_shape, register_nodes
+from torchtitan_integration.meshes import connect_exchanges, expert_mesh, node_shape, register_nodes
 
 
 @pytest.mark.parametrize(

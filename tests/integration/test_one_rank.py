@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
+from tests.integration.layout_table import TESTED, ULYSSES, WITHOUT_EP
 from tests.integration.one_rank import GLOBAL_BATCH, alone, faults, num_ranks, settings_of, trained
 from tests.integration.titan_jobs import NOT_COMPILED, OURS, STOCK
 from torchtitan_integration.layout import Layout
-from torchtitan_integration.layout_table import TESTED, ULYSSES, WITHOUT_EP
 
 LAYOUTS = (*TESTED, *ULYSSES, *WITHOUT_EP)
 TENSOR, PIPELINE, REPLICAS = TESTED[6], TESTED[13], TESTED[11]

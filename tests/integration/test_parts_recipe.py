@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from tests.integration.titan_jobs import NOT_COMPILED, OURS, STEPS, train
-from torchtitan_integration.recipes import find_job
+from torchtitan_integration.job_file import find_job
 
 OF_RECIPE = ("batch_parts", "blocks_per_graph", "hop_slices", "nodes", "numerics")
 

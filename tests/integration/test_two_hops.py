@@ -16,7 +16,7 @@ from tests.integration.test_gathered_tokens import DIM, arguments_of_layer, buil
 from tests.node_ranks import in_two_hops, seat
 from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.cpu_launcher import generate_permute_indices, prepare_torch
-from torchtitan_integration.expert_layout import ExpertStyles, apply_experts
+from torchtitan_integration.model_parts import ExpertStyles, apply_experts
 
 OPTIONS = {"megamoe.nodes": "exact", "megamoe.strict": True, "megamoe.codegen": "fx"}
 TOKENS = ((2, 12), (1, 7), (3, 3), (1, 2))

@@ -14,6 +14,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_integration.register  # noqa: F401
 from moe_compile.errors import InvalidConfig
+from tests.integration.layout_table import ULYSSES
 from tests.integration.titan_jobs import (
     CONFIG,
     ONE_TEXT,
@@ -26,7 +27,6 @@ from tests.integration.titan_jobs import (
 )
 from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.layout import DEGREES, KEYS, Layout
-from torchtitan_integration.layout_table import ULYSSES
 from torchtitan_integration.parallelize import parallelize
 
 GLOBAL_BATCH = 4

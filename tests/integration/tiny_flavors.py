@@ -15,7 +15,7 @@ from torchtitan_integration.flavors import (
     debug_qwen3,
 )
 from torchtitan_integration.layout import BACKEND
-from torchtitan_integration.mean_loss import with_mean_gradients
+from torchtitan_integration.losses import with_mean_gradients
 from torchtitan_integration.parallelize import parallelize
 
 

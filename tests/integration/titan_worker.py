@@ -22,8 +22,8 @@ from torchtitan.train import Trainer
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.rank_pool import forget_compiled
 from tests.integration.titan_jobs import CONFIG, STEP, VALIDATED, JobResult
+from torchtitan_integration.meshes import sequence_mesh
 from torchtitan_integration.routing import RoutingCounter, blocks_with_experts
-from torchtitan_integration.sequence_mesh import sequence_mesh
 
 
 def train(rank, ranks, port, flags, recorder=None):

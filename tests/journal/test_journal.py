@@ -11,8 +11,7 @@ from moe_compile.codegen import trace_both
 from moe_compile.config import OFF, MegaMoEConfig
 from moe_compile.errors import RegionRefused
 from moe_compile.journal.entries import Journal, PassReport, Verdict
-from moe_compile.journal.kinds import Kind
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Kind, Reason
 from moe_compile.report.process_report import ProcessReport
 from passes.pipeline import DYNAMO, JOINT, POST_GRAD, POST_GRAD_EARLY, RECORD
 from passes.save_exchanges import NOT_CHECKPOINTED

@@ -5,8 +5,7 @@ import torch
 
 from moe_compile.backend import rewrite
 from moe_compile.errors import RegionRefused
-from moe_compile.journal.kinds import Kind
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Kind, Reason
 from moe_compile.journal.remedies import NOTHING, REMEDIES, to_do
 from moe_compile.report.explain import print_report
 from moe_compile.report.process_report import ProcessReport

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from moe_compile.report.command import recorded_command
-from moe_compile.testing.programs.record import describe_machine
+from moe_compile.report.provenance import describe_machine, recorded_command
 from tests.mutants.sandbox import copy_repository
 
 
@@ -185,7 +184,7 @@ DEFECTS: Final = (
     ),
     Defect(
         "a weight that two products read is split once",
-        (Change("passes/replay/weight_slices.py", SPLIT, SPLIT_ONCE),),
+        (Change("passes/replay/chunk_axis.py", SPLIT, SPLIT_ONCE),),
     ),
     Defect(
         "an empty vector may be all that a concatenation is left",
@@ -205,7 +204,7 @@ DEFECTS: Final = (
                 "return far and rounding.sums_by_place(rows)",
                 "return False",
             ),
-            Change(f"{ROUNDING}/repeated_elements.py", "id(t) in marked and", "False and"),
+            Change(f"{ROUNDING}/position_rounding.py", "id(t) in marked and", "False and"),
         ),
     ),
     Defect(

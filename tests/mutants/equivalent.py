@@ -37,7 +37,7 @@ EQUIVALENT: Final[dict[Key, str]] = {
         "2  ->  3",
     ): "a slice one longer reads one number more, and only the first two are kept",
     (
-        f"{ROUNDING}repeated_elements.py",
+        f"{ROUNDING}position_rounding.py",
         "for tensor, result in zip(call.outputs, results, strict=True):",
         "True  ->  False",
     ): "a rule gives one result for each output, so neither list is longer",

@@ -14,8 +14,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from moe_compile.report.command import recorded_command
-from moe_compile.testing.programs.record import describe_machine
+from moe_compile.report.provenance import describe_machine, recorded_command
 from tests.mutants.draw import Mutant
 from tests.mutants.equivalent import EQUIVALENT, HARMLESS, Key
 from tests.mutants.sandbox import Outcome

@@ -62,7 +62,6 @@ GROUPS: Final = (
         "rounding",
         (
             "moe_compile/testing/cpu_rounding/position_rounding.py",
-            "moe_compile/testing/cpu_rounding/repeated_elements.py",
             "moe_compile/testing/cpu_rounding/cpu_bits.py",
         ),
         (
@@ -103,11 +102,9 @@ GROUPS: Final = (
             "passes/kinds/by_counts/kind.py",
             "passes/replay/masked_replay.py",
             "passes/replay/chunk_reads.py",
-            "passes/replay/weight_slices.py",
+            "passes/replay/chunk_axis.py",
             "passes/replay/replayed.py",
             "passes/replay/gradient_paths.py",
-            "passes/replay/row_order.py",
-            "passes/replay/chunk_axis.py",
             "passes/replay/prune.py",
             "passes/replay/host_reads.py",
         ),

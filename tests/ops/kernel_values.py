@@ -17,11 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from moe_compile.ops.kernels.dot_rows import dot_rows
-from moe_compile.ops.kernels.gather_quantize_pack import gather_quantize_pack
 from moe_compile.ops.kernels.gather_rows import gather_rows
-from moe_compile.ops.kernels.sum_rows import sum_rows
-from moe_compile.ops.kernels.unpack_dequantize import unpack_dequantize
+from moe_compile.ops.kernels.pack_rows import gather_quantize_pack, unpack_dequantize
+from moe_compile.ops.kernels.sum_rows import dot_rows, sum_rows
 from moe_compile.ops.row_sums import dots_of_places, sum_of_places, wide_type
 from moe_compile.ops.wire_format import (
     AMAX_MIN,

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_compile.ops.hop_sums import places_of
 from moe_compile.ops.row_sums import SUM_OF_PLACES, wide_type
+from moe_compile.ops.two_hops import places_of
 
 
 def slots_of(index, by=None):

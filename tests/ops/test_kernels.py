@@ -17,12 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_compile.ops.kernels import (
-    chosen_rows,
-    dot_rows,
-    gather_quantize_pack,
     gather_rows,
+    pack_rows,
     sum_rows,
-    unpack_dequantize,
 )
 from moe_compile.ops.wire_format import BLOCK, num_blocks, row_bytes
 from tests.ops.kernel_values import PROPERTIES, hold
@@ -107,7 +104,7 @@ def compile_between_rows_and_messages(kernel, width, dtype, picked):
 
 def accesses(element_bytes):
     """Return how many accesses of 16 bytes each thread needs for a tile's columns."""
-    return gather_quantize_pack.TILE_BLOCKS.value * BLOCK * element_bytes // THREADS // 16
+    return pack_rows.TILE_BLOCKS.value * BLOCK * element_bytes // THREADS // 16
 
 
 FORMATS = pytest.mark.parametrize(
@@ -139,16 +136,16 @@ def test_more_elements_than_32_bits_count():
     copies = gather_rows.gather_rows(rows, index)
     assert copies.numel() > 2**31 and torch.equal(copies[-1], rows[0])
     del copies
-    messages = gather_quantize_pack.gather_quantize_pack(rows, index)
+    messages = pack_rows.gather_quantize_pack(rows, index)
     assert messages.numel() > 2**31 and torch.equal(messages[-1], messages[0])
-    back = unpack_dequantize.unpack_dequantize(messages, index + len(index) - 1, 7169, rows.dtype)
+    back = pack_rows.unpack_dequantize(messages, index + len(index) - 1, 7169, rows.dtype)
     assert torch.equal(back[-1], back[0])
 
 
 @FORMATS
 @PICKED
 def test_packing_moves_16_bytes_at_a_time(dtype, size, width, picked):
-    kernel = gather_quantize_pack.gather_quantize_pack_kernel
+    kernel = pack_rows.gather_quantize_pack_kernel
     found = compile_between_rows_and_messages(kernel, width, dtype, picked)
     assert found.loads[16] == accesses(size)
     assert set(found.loads) == ({16, 8} if picked else {16})  # 8: the index
@@ -159,7 +156,7 @@ def test_packing_moves_16_bytes_at_a_time(dtype, size, width, picked):
 @FORMATS
 @PICKED
 def test_unpacking_moves_16_bytes_at_a_time(dtype, size, width, picked):
-    kernel = unpack_dequantize.unpack_dequantize_kernel
+    kernel = pack_rows.unpack_dequantize_kernel
     found = compile_between_rows_and_messages(kernel, width, dtype, picked)
     assert found.loads[16] == accesses(1)
     assert set(found.loads) == ({16, 8, 4} if picked else {16, 4})  # 8: the index, 4: scales
@@ -215,7 +212,7 @@ def test_summing_reads_16_bytes_of_each_row_at_a_time(width, dtype, to, matrices
 def test_no_number_of_rows_has_a_kernel_compiled_anew():
     """Triton makes a kernel of its own for 1 and for what 16 divides."""
     for number in (0, 1, 4, 15, 16, 17, 4096):
-        (start,) = chosen_rows.starts_of([torch.empty(number, 2), torch.empty(3, 2)])
+        (start,) = sum_rows.starts_of([torch.empty(number, 2), torch.empty(3, 2)])
         assert start != 1 and start % 16 and start >> 2 == number
 
 
@@ -224,7 +221,7 @@ def test_no_number_of_rows_has_a_kernel_compiled_anew():
 def test_products_read_16_bytes_of_both_rows_at_a_time(width, dtype, matrices):
     pointers, constants = by_places(matrices, width, dtype)
     pointers |= {"others": f"*{dtype}", "dots": "*fp32"}
-    found = compile_for_hopper(dot_rows.dot_rows_kernel, pointers, constants)
+    found = compile_for_hopper(sum_rows.dot_rows_kernel, pointers, constants)
     assert found.loads == {16: 2 * -(-width // sum_rows.BLOCK), 8: 1}
     assert found.stack == 0 and found.registers <= MOST_REGISTERS
 
@@ -234,8 +231,8 @@ def test_arithmetic_is_ieee_division_and_the_hardwares_cast():
     pack, unpack = (
         compile_between_rows_and_messages(kernel, 7168, "bf16", picked=True).ptx
         for kernel in (
-            gather_quantize_pack.gather_quantize_pack_kernel,
-            unpack_dequantize.unpack_dequantize_kernel,
+            pack_rows.gather_quantize_pack_kernel,
+            pack_rows.unpack_dequantize_kernel,
         )
     )
     assert "div.rn.f32" in pack and "cvt.rn.satfinite.e4m3x2.f32" in pack

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_compile.ops.permute import PERMUTE_ROWS, permute_rows_reference
+from moe_compile.ops.permute import PERMUTE_ROWS
 
 
 @given(
@@ -18,7 +18,7 @@ def test_values_and_gradients_equal_the_references(order, seed):
     rows = torch.randn(len(order), 3, generator=generator)
     gradient = torch.randn(len(order), 3, generator=generator)
     found = []
-    for function in (PERMUTE_ROWS, permute_rows_reference):
+    for function in (PERMUTE_ROWS, lambda rows, order, _: rows[order]):
         x = rows.clone().requires_grad_()
         out = function(x, order, inverse)
         out.backward(gradient)

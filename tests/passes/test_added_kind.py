@@ -88,7 +88,7 @@ def compiled(fake_ranks, monkeypatch):
         )
         ours = state(**options)
         results = {result.pass_name: result for result in run_level(DYNAMO, gm.graph, ours)}
-        ours.leave_out(options.get("disable_passes", ()))
+        ours.withdraw(options.get("disable_passes", ()))
         report = describe(gm, ours)
         report.add_level(ours)
         return gm.graph, ours, results, report

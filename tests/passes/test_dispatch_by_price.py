@@ -12,7 +12,7 @@ from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Why
 from moe_compile.plan.state import CompileState
-from moe_compile.report.decisions import decision_figures, decision_remarks
+from moe_compile.report.region_reports import decision_figures, decision_remarks
 from passes.kinds.by_counts.words import dispatch_remarks
 from passes.pipeline import DYNAMO, run_level
 from passes.rewrite_regions import RewriteRegions
@@ -49,7 +49,7 @@ def run(group, top_k=4, style=GroupedExperts, hardware=MACHINE, level=DYNAMO, **
     ours = CompileState(config=MegaMoEConfig(**asked), hardware=hardware)
     results = {r.pass_name: r for r in run_level(level, gm.graph, ours)}
     assert isinstance(results["detect_regions"], PassReport)
-    ours.leave_out({name for name, r in results.items() if isinstance(r, Dropped)})
+    ours.withdraw({name for name, r in results.items() if isinstance(r, Dropped)})
     return gm.graph, ours.experts[0], results
 
 

@@ -26,8 +26,8 @@ from moe_compile.graph.query import (
 )
 from moe_compile.hardware import Link, load_profile
 from moe_compile.journal.reasons import Reason
-from moe_compile.ops.hop_sums import TOKENS_RECEIVED
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, REFERENCES
+from moe_compile.ops.two_hops import TOKENS_RECEIVED
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.runtime.node_groups import node_groups_of

@@ -6,7 +6,7 @@ import torch
 
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Why
-from moe_compile.report.decisions import decision_figures, decision_remarks
+from moe_compile.report.region_reports import decision_figures, decision_remarks
 from passes.detect_regions import DetectRegions
 from passes.plan_regions import PlanRegions
 from tests.capture import dynamo_graphs, state

@@ -10,7 +10,7 @@ from moe_compile.backend import rewrite
 from moe_compile.errors import RegionRefused
 from moe_compile.graph.query import is_all_to_all
 from moe_compile.journal.reasons import Reason
-from moe_compile.ops.quantized_exchange import DEQUANTIZE_EXCHANGED
+from moe_compile.ops.packed_rows import DEQUANTIZE_EXCHANGED
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
 from passes.pipeline import DYNAMO, run_level
 from tests.capture import dynamo_graphs, state

@@ -76,7 +76,7 @@ def run(rewrite, times=None, graph_name="dynamo", **options):
     passes = (DYNAMO.passes[0], rewrite)
     _, result = run_level(Level(passes), gm.graph, compile_state)
     dropped = {result.pass_name} if isinstance(result, Dropped) else set()
-    compile_state.leave_out(dropped)
+    compile_state.withdraw(dropped)
     assert (torch.cos in {n.target for n in gm.graph.nodes}) == (not dropped and result.changed)
     return result, compile_state
 

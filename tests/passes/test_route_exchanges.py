@@ -32,7 +32,7 @@ def planned(program, width=16, **options):
     (gm,) = dynamo_graphs(program, x)
     after = state(**options)
     *_, result = run_level(DYNAMO, gm.graph, after)
-    after.leave_out(())
+    after.withdraw(())
     return gm.graph, result, after
 
 

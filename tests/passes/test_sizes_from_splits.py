@@ -6,8 +6,8 @@ import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.plan.state import CompileState
-from moe_compile.testing.programs.choices import Rewrite, Wrapping
-from moe_compile.testing.programs.grammar import Experts, Program
+from moe_compile.testing.programs.choices import Wrapping
+from moe_compile.testing.programs.grammar import Experts, Program, Rewrite
 from moe_compile.testing.programs.judge import Judge, Kind
 from moe_compile.testing.programs.text import source_of
 from passes.sizes_from_splits import SizesFromSplits

@@ -14,7 +14,7 @@ from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.precedence import integers_taken, is_host_read
 from moe_compile.ops.integers import INTEGERS
 from passes import unpack_integers
-from passes.read_together import ReadTogether
+from passes.merge_host_reads import MergeHostReads
 from passes.unpack_integers import UnpackIntegers
 from tests.capture import state
 from tests.device_programs import exchange, to_list, traced
@@ -28,7 +28,7 @@ def unpacked(program, *vectors):
     """Return the graph after the pass, and its report; on a CPU its values are the same."""
     gm = traced(program, *vectors)
     expected = gm(*vectors)
-    ReadTogether().run(gm.graph, state())
+    MergeHostReads().run(gm.graph, state())
     sizes = {n.name: str(n.meta["val"]) for n in gm.graph.nodes if integers_taken(n)}
     report = UnpackIntegers().run(gm.graph, state())
     gm.graph.lint()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.uneven_price import EDGES, Routing, Uneven, choose_uneven, uneven_us
-from moe_compile.report.decisions import decision_figures, decision_remarks
+from moe_compile.report.region_reports import decision_figures, decision_remarks
 from tests.plan.test_choose_plan import UNIT, region
 
 SKEWED = Routing(skew=0.7, rows_per_token=2)

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.graph.facts import GraphFacts
-from moe_compile.journal.kinds import Kind
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Kind, Reason
 from moe_compile.regions.detect_moe import find_moe_regions
 from tests.capture import dynamo_graphs
 from tests.layers import WAIT

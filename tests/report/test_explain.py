@@ -67,7 +67,7 @@ def test_what_went_another_way_is_said_in_eighty_columns_too():
 def test_integers_that_python_takes_by_themselves_have_their_lines():
     alone = {"candidate": "`_local_scalar_dense.default` at a.py:7 in f", "where": "a.py:7 in f"}
     passes = [
-        {"pass": "read_pieces", "skipped": [alone]},
+        {"pass": "forward_cat_split", "skipped": [alone]},
         {"pass": "unpack_integers", "applied": ["8 integers at a.py:9 in f"], "skipped": []},
     ]
     assert "integer by itself" not in printed(passes=passes)

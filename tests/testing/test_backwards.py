@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe_compile.testing.programs.backwards import Step, backwards_of
 from moe_compile.testing.programs.choices import Backward
+from moe_compile.testing.programs.steps import Step, backwards_of
 
 
 class Model(nn.Module):

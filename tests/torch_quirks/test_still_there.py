@@ -121,9 +121,7 @@ def test_the_body_of_a_function_hands_on_all_that_it_makes():
     (function,) = (n for n in graphs[0].graph.nodes if "autograd_function" in str(n.target))
     results = bodies(function)[0].graph.output_node().args[0][0]
     is_all = isinstance(results, tuple | list) and len(results) > 1
-    gone(
-        "the places that are read in passes/normalize/function_exchanges.py", is_all, is_known=True
-    )
+    gone("the places that are read in passes/function_exchanges.py", is_all, is_known=True)
 
 
 @pytest.mark.slow

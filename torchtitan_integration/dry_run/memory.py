@@ -21,11 +21,10 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.profile import read_profile
 from torchtitan_integration.block_groups import block_groups
-from torchtitan_integration.dry_run.blocks import kind_of_graph, stages_of
 from torchtitan_integration.dry_run.layers import Traced
-from torchtitan_integration.dry_run.world import FakeRank
-from torchtitan_integration.exchange_buffers import exchange_buffers
+from torchtitan_integration.dry_run.world import FakeRank, kind_of_graph, stages_of
 from torchtitan_integration.job_config import options_of
+from torchtitan_integration.meshes import exchange_buffers
 from torchtitan_integration.parallelize import parallelize
 
 GIB: Final = 2**30
@@ -212,10 +211,7 @@ def _shards(parameter: nn.Parameter) -> int:
 
 def _logit_bytes(rank: FakeRank) -> int:
     settings = rank.job.training
-    batch = settings.local_batch_size
-    if rank.dims.pp_enabled:
-        batch = rank.job.parallelism.pipeline_parallel_microbatch_size
-    rows = batch * settings.seq_len // rank.dims.cp
+    rows = rank.batch * settings.seq_len // rank.dims.cp
     dtype = TORCH_DTYPE_MAP[settings.mixed_precision_param]
     per_logit = dtype.itemsize + LOGIT_COPIES * torch.float32.itemsize
     return rows * rank.model_args.vocab_size * per_logit // rank.dims.tp

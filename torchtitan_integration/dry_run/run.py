@@ -1,4 +1,8 @@
-"""The dry run: check a job, trace it, print what it would do; `megamoe train --dry-run`."""
+"""The dry run: check a job, trace it, print what it would do; `megamoe train --dry-run`.
+
+Contract
+    Every number is an estimate before the job ran; the text around a table says of what kind.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,154 @@ import gc
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
 from moe_compile.errors import InvalidConfig
-from torchtitan_integration.dry_run.blocks import graphs_of
-from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, trace_layers
+from moe_compile.report.compilations import RegionReport
+from moe_compile.simulator.cluster_tables import new_console
+from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, trace_layers
 from torchtitan_integration.dry_run.memory import (
+    GIB,
     ModelState,
+    StageMemory,
     add_activations,
     device_memory,
     first_most_last,
     laid_out,
     measure_state,
 )
-from torchtitan_integration.dry_run.tables import new_console, print_layers, print_memory
-from torchtitan_integration.dry_run.world import FakeRank, fake_rank
+from torchtitan_integration.dry_run.world import FakeRank, fake_rank, graphs_of
 from torchtitan_integration.job_file import JobFile, first_ranks_of_stages, uses_megamoe
+
+MB: Final = 1e6
+
+
+def print_layers(traced: Sequence[Traced], console: Console) -> None:
+    """Print regions with their chunks, collectives, and predicted times of each kind of graph."""
+    for layer in traced:
+        console.print(_collectives(layer))
+        if said := _over_links(layer):
+            console.print(f"  over links: {said}")
+        for region in layer.compilation.regions:
+            remarks = "".join(f"; {remark}" for remark in (*region.remarks, *region.to_do))
+            console.print(f"  {region.where}: {_made_of(region)}{remarks}")
+        left = (*layer.compilation.left_alone, *layer.compilation.dropped)
+        rewritten = (f"rewrite {line}" for line in layer.compilation.rewrites)
+        for line in (*(f"left alone: {one}" for one in left), *rewritten):
+            console.print(f"  {line}")
+        for phase, measures in layer.measures.items():
+            console.print(f"  {phase}: {_times(measures)}")
+        if layer.unhidden_us and all("exposed_us" in m for m in layer.measures.values()):
+            console.print(f"  exposed share: {_exposed_share(layer)}")
+        if layer.choices:
+            console.print(_choices(layer))
+
+
+def _made_of(region: RegionReport) -> str:
+    """Return the verdict on a region and the chunks it runs in, if there are several."""
+    experts = f"{region.num_local_experts} local experts"
+    if region.num_chunks > 1:
+        return f"{region.verdict}, {region.num_chunks} chunks of {experts}"
+    return f"{region.verdict}, {experts} in one piece"
+
+
+def _collectives(layer: Traced) -> Table:
+    table = Table(title=f"Collectives of one {layer.kind}, per rank", box=SIMPLE_HEAD)
+    table.add_column("collective")
+    table.add_column("mesh axis")
+    for heading in ("forward", "MB sent", "backward", "MB sent"):
+        table.add_column(heading, justify="right")
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sent: Counter[tuple[str, str, str]] = Counter()
+    for phase, launches in layer.launches.items():
+        for launch in launches:
+            counts[launch.operator, launch.axis, phase] += 1
+            sent[launch.operator, launch.axis, phase] += launch.sent_bytes
+    for operator, axis in dict.fromkeys(key[:2] for key in counts):
+        cells = []
+        for phase in ("forward", "backward"):
+            key = (operator, axis, phase)
+            cells += [str(counts[key]), f"{sent[key] / MB:.2f}"]
+        table.add_row(operator, axis, *cells)
+    if not counts:
+        table.add_row("none", "", "0", "", "0", "")
+    return table
+
+
+def _over_links(layer: Traced) -> str:
+    """Return what collectives of groups whose nodes are registered send over either link."""
+    phases = []
+    for phase, launches in layer.launches.items():
+        crossing = sum(launch.crossing_bytes for launch in launches) / MB
+        inside = sum(launch.node_bytes for launch in launches) / MB
+        if crossing or inside:
+            phases.append(f"{phase} {crossing:.2f} MB from node to node, {inside:.2f} MB inside")
+    return "; ".join(phases) + (", experts chosen evenly" if phases else "")
+
+
+def _times(measures: dict[str, float]) -> str:
+    if "exchange_us" not in measures:
+        return "nothing to schedule"
+    parts = ("compute_us", "exchange_us", "exposed_us_before", "exposed_us")
+    compute, exchange, before, now = (measures.get(part, 0.0) / 1e3 for part in parts)
+    return (
+        f"predicted {compute:.2f} ms of compute, {exchange:.2f} ms of collectives, exposed "
+        f"{before:.2f} -> {now:.2f} ms; peak of live bytes {measures['peak_bytes'] / MB:.0f} MB"
+    )
+
+
+def _exposed_share(layer: Traced) -> str:
+    both = tuple(layer.unhidden_us)
+    shares = (
+        layer.exposed_share("forward"),
+        layer.exposed_share(*both),
+        layer.exposed_share(*both, measure="least_exposed_us"),
+    )
+    forward, all_, least = (f"{share:.0%}" for share in shares)
+    whole = sum(layer.unhidden_us.values()) / 1e3
+    return (
+        f"{forward} forward, {all_} forward and backward, of {whole:.2f} ms in one chunk, in the "
+        f"model's own order and dtype; no order of these graphs has less than {least}"
+    )
+
+
+def _choices(layer: Traced) -> Table:
+    table = Table(
+        title=f"Predicted for one {layer.kind}, forward and backward: what megamoe.numerics allows",
+        box=SIMPLE_HEAD,
+    )
+    for heading in ("numerics", "runs as"):
+        table.add_column(heading)
+    for heading in ("step ms", "exposed ms", "share", "no less than", "against as asked"):
+        table.add_column(heading, justify="right")
+    asked, unhidden_us = layer.choices[0], sum(layer.unhidden_us.values())
+    for one in layer.choices:
+        gain = f"{one.step_us / asked.step_us - 1:+.1%}" if asked.step_us else ""
+        ms = (f"{us / 1e3:.2f}" for us in (one.step_us, one.exposed_us))
+        exposed = (one.exposed_us, one.least_us)
+        shares = (f"{us / unhidden_us:.0%}" if unhidden_us else "" for us in exposed)
+        table.add_row(one.name, one.what, *ms, *shares, "" if one is asked else gain)
+    return table
+
+
+def print_memory(stages: Sequence[StageMemory], console: Console) -> None:
+    """Print what one GPU holds, one column per pipeline stage looked at."""
+    table = Table(title="Memory of one GPU, GiB", box=SIMPLE_HEAD)
+    table.add_column("")
+    for stage in stages:
+        table.add_column(stage.name, justify="right")
+    for label in stages[0].rows():
+        table.add_row(label, *(f"{stage.rows()[label] / GIB:.2f}" for stage in stages))
+    table.add_section()
+    table.add_row("sum", *(f"{stage.total / GIB:.2f}" for stage in stages))
+    console.print(table)
+
 
 COMPARE: Final = (
     'What "auto" would choose for each value of megamoe.numerics is printed with --compare, which '
@@ -65,19 +198,18 @@ def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
         traced = trace_layers(rank, graphs, held, status.update, compares=compares)
     print_layers(traced, console)
     if not compares and any(layer.unhidden_us for layer in traced):
-        console.print(COMPARE, highlight=False)
+        console.print(COMPARE)
     stages = [add_activations(name, state, traced) for name, state in states.items()]
     print_memory(shown := first_most_last(stages), console)
     if len(stages) > 1:
         console.print(
             "Shown are a rank of the first pipeline stage and one of the last, and of those "
-            "between the one with most.",
-            highlight=False,
+            "between the one with most."
         )
-    console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.", highlight=False)
+    console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.")
     room = device_memory(_hardware(file))
     for warning in filter(None, map(room.warning, shown)):
-        console.print(warning, highlight=False)
+        console.print(warning)
 
 
 def _collect_seldom() -> None:
@@ -112,8 +244,7 @@ def _describe(file: JobFile, rank: FakeRank, console: Console) -> None:
     console.print(
         f"Dry run of {file.path}: {rank.job.model.name} {rank.job.model.flavor}, sequence "
         f"{training.seq_len}, local batch {training.local_batch_size}, {rank.dims.world_size} "
-        f"ranks ({degrees})",
-        highlight=False,
+        f"ranks ({degrees})"
     )
-    if str(file.read("megamoe.hardware", "detect")) == "detect":
+    if file.read("megamoe.hardware", "detect") == "detect":
         console.print(f"Times are for {DEFAULT_HARDWARE}: the file names no megamoe.hardware.")

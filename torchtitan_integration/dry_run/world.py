@@ -1,9 +1,12 @@
-"""One rank of a job whose other ranks do not exist, and its model without storage.
+"""One rank of a job whose other ranks do not exist, its model without storage, and its blocks.
 
 Contract
     The job, the layout and the model code are those of training: torchtitan's configuration, our
     train specs, a process group that answers for any number of ranks without sending anything.
     Leaving the context ends the group. Needs the CPU work-arounds in place where there is no GPU.
+    Tensors are on the meta device. Attention is FlexAttention, or one fused operator forward and
+    one backward, as a GPU runs it: plain SDPA on the meta device would be matrix products that keep
+    every score, and count as such.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import itertools
 import os
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
@@ -28,12 +34,11 @@ from torchtitan.tools.utils import set_default_dtype
 
 from moe_compile.errors import InvalidConfig, listed
 from moe_compile.runtime.node_groups import node_groups_of
-from torchtitan_integration.expert_mesh import expert_mesh
+from torchtitan_integration.block_groups import block_groups
 from torchtitan_integration.job_config import with_model_compiled
 from torchtitan_integration.job_file import JobFile
-from torchtitan_integration.layout import Layout, of_model, read_layout
-from torchtitan_integration.layout_rules import check_layout
-from torchtitan_integration.sequence_mesh import sequence_mesh
+from torchtitan_integration.layout import Layout, check_layout, of_model, read_layout
+from torchtitan_integration.meshes import expert_mesh, sequence_mesh
 
 AXES: Final = ("cp", "tp", "ep", "etp", "efsdp", "fsdp", "dp_replicate", "pp")
 """Mesh axes a collective may run on, the most particular first."""
@@ -55,6 +60,13 @@ class FakeRank:
         """Return the whole model on the meta device."""
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[self.job.training.dtype]):
             return self.spec.model_cls(self.model_args)
+
+    @property
+    def batch(self) -> int:
+        """Sequences that go through the model at once."""
+        if self.dims.pp_enabled:
+            return int(self.job.parallelism.pipeline_parallel_microbatch_size)
+        return int(self.job.training.local_batch_size)
 
     def axis_of_groups(self) -> dict[str, str]:
         """Return the mesh axis of each process group, by the group's name.
@@ -127,3 +139,143 @@ def _model_args(spec: TrainSpec, job: JobConfig, layout: Layout) -> Any:
     args.update_from_config(job)
     args.moe_args.use_grouped_mm = grouped  # torchtitan turns it off where there is no SM90
     return args
+
+
+Parallelize = Callable[..., nn.Module]
+
+
+def kind_of(block: nn.Module) -> str:
+    """Return what a block has that others of its model may not have."""
+    has_window = getattr(block, "use_sliding_attention", False)
+    experts = "with experts" if block.moe_enabled else "without experts"
+    return f"{experts} and a sliding window" if has_window else experts
+
+
+def kind_of_graph(blocks: Sequence[nn.Module]) -> str:
+    """Return which blocks one graph has: "block with experts", "blocks: 2 with experts"."""
+    if len(blocks) == 1:
+        return f"block {kind_of(blocks[0])}"
+    runs = itertools.groupby(kind_of(block) for block in blocks)
+    return "graph of blocks: " + ", ".join(f"{len(list(run))} {kind}" for kind, run in runs)
+
+
+def stages_of(rank: FakeRank, job: Any, parallelize: Parallelize) -> list[nn.Module]:
+    """Return the model, or the stages of it that are on this rank, laid out by `parallelize`."""
+    model = rank.build_model()
+    if not rank.dims.pp_enabled:
+        return [parallelize(model, rank.dims, job)]
+    split = rank.spec.pipelining_fn
+    assert split is not None
+    device = torch.device("cpu")
+    _, parts, _, _ = split(
+        model, rank.dims, job, device, rank.model_args, parallelize, lambda *_: None
+    )
+    return list(parts)
+
+
+def graphs_of(parts: Sequence[nn.Module], job: Any) -> dict[str, tuple[str, ...]]:
+    """Return the names of the blocks of the first graph of each kind in a rank's stages."""
+    found: dict[str, tuple[str, ...]] = {}
+    for part in parts:
+        names = {block: name for name, block in part.layers.items()}
+        for blocks in block_groups(part, job):
+            found.setdefault(kind_of_graph(blocks), tuple(names[block] for block in blocks))
+    return found
+
+
+def smaller_kinds(rank: FakeRank, graphs: Mapping[str, Collection[str]]) -> set[str]:
+    """Return the kinds of graphs whose kinds of blocks are those of a graph with more blocks.
+
+    `graphs` has the names of each one's blocks.
+    """
+    layers = rank.build_model().layers
+    kinds = {one: {kind_of(layers[name]) for name in names} for one, names in graphs.items()}
+    return {
+        one
+        for one in graphs
+        for other in graphs
+        if kinds[one] == kinds[other] and len(graphs[one]) < len(graphs[other])
+    }
+
+
+def first_with_experts(rank: FakeRank) -> str:
+    """Return the name of the model's first block with experts."""
+    layers = rank.build_model().layers
+    return next(name for name, block in layers.items() if block.moe_enabled)
+
+
+def model_of_blocks(rank: FakeRank, names: Collection[str]) -> nn.Module:
+    """Return the model with the blocks of these names alone, in the type the GPUs compute in."""
+    model = rank.build_model()
+    for name, block in list(model.layers.items()):
+        if name not in names:
+            del model.layers[name]
+        elif rank.model_args.attn_type == "sdpa":
+            block.attention.inner_attention.forward = fused_attention
+    dtype = TORCH_DTYPE_MAP[rank.job.training.mixed_precision_param]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def call_of_graph(
+    model: nn.Module, rank: FakeRank, masks: Any = None
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return the first block of a model that is one graph, and what the model calls it with.
+
+    The `compiled` of the block is its forward as it was laid out, which runs them all; forwards are
+    put out of use. `masks` take the place of the block masks that the model would make for
+    FlexAttention on the meta device.
+    """
+    calls: list[tuple[Any, ...]] = []
+
+    def record(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return arguments[0]
+
+    def hand_on(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+        return hidden
+
+    ((first, *others),) = block_groups(model, rank.job)
+    first.compiled, first.forward = first.forward, record
+    for block in others:
+        block.forward = hand_on
+    part = (rank.batch, rank.job.training.seq_len // rank.dims.cp)
+    tokens = torch.zeros(part, dtype=torch.int64, device="meta")
+    positions = torch.zeros(part, dtype=torch.int32, device="meta")
+    given: dict[str, Any] = {"positions": positions} if rank.dims.cp_enabled else {}
+    if rank.model_args.attn_type == "flex":
+        given["attention_masks"] = masks or _masks(model, tokens)
+    model(tokens, **given)
+    (arguments,) = calls
+    return first, arguments
+
+
+def _masks(model: nn.Module, tokens: torch.Tensor) -> Any:
+    """Return the block masks of FlexAttention as the model makes them of a batch of `tokens`."""
+    tokenizer = types.SimpleNamespace(eos_id=0)  # all that a model asks of it
+    with torch.device(tokens.device):
+        return model.get_attention_masks(tokens, tokenizer)
+
+
+def fused_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    is_causal: bool = True,
+) -> torch.Tensor:
+    """Return attention of `q` `[B, H, S, D]` over `k` `[B, G, S, D]` and `v` `[B, G, S, E]`.
+
+    Only with `enable_gqa` may G be less than H. Called as torchtitan calls its own attention.
+    """
+    if isinstance(q, DTensor):  # heads are sharded: each rank does its own
+        local = (x.to_local() for x in (q, k, v))
+        heads = fused_attention(*local, scale=scale, enable_gqa=enable_gqa, is_causal=is_causal)
+        return DTensor.from_local(heads, q.device_mesh, q.placements)
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention
+    return attention(q, k, v, None, True, 0.0, is_causal, scale=scale)[0]

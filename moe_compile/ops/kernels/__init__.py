@@ -1,1 +1,1 @@
-"""Triton kernels, one per file with its launcher."""
+"""Triton kernels, each with its launcher."""

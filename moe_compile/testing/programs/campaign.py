@@ -3,13 +3,17 @@
 Contract
     The programs are a function of the seed; a text that was judged before is not judged again.
     With what earlier campaigns covered, those that add to it come first (`wanted.py`).
+    `sweep` has the plainest program with every choice of the grammar alone.
+    A failing program is made plainer as long as it fails in the same way. That is deterministic and
+    bounded: one choice after another becomes its plainest, rounds are repeated until nothing gives
+    way or the number of trials is used up.
     A failure whose plainest form is part of an earlier one's kind is counted with that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from time import monotonic
@@ -18,14 +22,146 @@ from typing import Any, Final
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
-from moe_compile.testing.programs.asked_strategy import asked_programs
-from moe_compile.testing.programs.coverage import Coverage
-from moe_compile.testing.programs.features import features
-from moe_compile.testing.programs.grammar import Program
+from moe_compile.testing.programs.choices import (
+    Backward,
+    Groups,
+    Heads,
+    Padding,
+    Poison,
+    Room,
+    Routing,
+    Running,
+    Sharing,
+    Within,
+    Wrapping,
+)
+from moe_compile.testing.programs.coverage import Coverage, features
+from moe_compile.testing.programs.grammar import (
+    CHOICES_OF_CAPACITY,
+    CHOICES_OF_EXPERTS,
+    SEVERAL,
+    Attention,
+    Capacity,
+    Experts,
+    Layer,
+    OwnAttention,
+    Program,
+    Rewrite,
+    changed,
+    with_choice,
+)
 from moe_compile.testing.programs.judge import Judge, Judgement, Kind
-from moe_compile.testing.programs.shrink import simplest
+from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.text import source_of
-from moe_compile.testing.programs.wanted import wanted_programs
+from moe_compile.testing.programs.wanted import asked_programs, wanted_programs
+
+CHOICES: Final = (
+    "groups", "sharing", "wrapping", "running", "poison", "rewrite", "backward", "routing",
+    "dynamic", "chunks",
+)  # fmt: skip
+"""Fields of programs that go before anything of a layer does."""
+
+SETS: Final = tuple(SEVERAL.values())
+"""Fields of layers that hold any number of choices."""
+
+
+def simplest(program: Program, fails: Callable[[Program], bool], *, trials: int = 60) -> Program:
+    """Return the plainest program found for which `fails` still holds, `program` being one."""
+    tried: set[Program] = {program}
+    found = True
+    while found:
+        found = False
+        for plainer in plainer_programs(program):
+            if plainer in tried:
+                continue
+            if len(tried) > trials:
+                return program
+            tried.add(plainer)
+            if fails(plainer):
+                program, found = plainer, True
+                break
+    return program
+
+
+def plainer_programs(program: Program) -> Iterator[Program]:
+    """Yield programs one choice plainer than `program`, the largest steps first."""
+    for candidate in _candidates(program):
+        candidate = legal(candidate)
+        if candidate != program:
+            yield candidate
+
+
+def _candidates(program: Program) -> Iterator[Program]:
+    layers = program.layers
+    for i in range(len(layers)) if len(layers) > 1 else ():
+        yield replace(program, layers=(*layers[:i], *layers[i + 1 :]))
+    plain = Program()
+    for name in CHOICES:
+        yield changed(program, name, getattr(plain, name))
+    tokens = program.tokens
+    for i in range(len(tokens)) if len(tokens) > 1 else ():
+        yield replace(program, tokens=(*tokens[:i], *tokens[i + 1 :]))
+    for i, layer in enumerate(layers):
+        for plainer in _plainer_layers(layer):
+            yield replace(program, layers=(*layers[:i], plainer, *layers[i + 1 :]))
+    for name in ("tokens", "width", "hidden", "dtype", "seed"):
+        yield changed(program, name, getattr(plain, name))
+
+
+def _plainer_layers(layer: Layer) -> Iterator[Layer]:
+    plain = type(layer)()
+    for name in SETS:
+        chosen: frozenset[Any] = getattr(layer, name, frozenset())
+        if len(chosen) > 1:
+            yield changed(layer, name, frozenset())
+        for member in sorted(chosen, key=lambda m: m.name):
+            yield changed(layer, name, chosen - {member})
+    for field in fields(layer):
+        if field.name not in SETS:
+            yield replace(layer, **{field.name: getattr(plain, field.name)})
+
+
+WIDE_CAPACITY: Final = Capacity(top_k=2, room=Room.SIXTEEN)
+"""Two bytes a value are followed where slots fill 64 bytes."""
+
+
+def sweep() -> Iterator[Program]:
+    """Yield one program per choice, then token counts and widths; each once."""
+    seen: set[Program] = set()
+    for program in map(legal, _all()):
+        if program not in seen:
+            seen.add(program)
+            yield program
+
+
+def _all() -> Iterator[Program]:
+    plain = Program(layers=(Experts(top_k=2),), tokens=((5, 5),))
+    (layer,) = plain.layers
+    assert isinstance(layer, Experts)
+    yield plain
+    smaller_last = ((6, 6), (1, 1))
+    for tokens in (((1, 5), (0, 3), (2, 0)), ((5, 3),), ((4, 4), (6, 6)), smaller_last, ((0, 0),)):
+        yield replace(plain, tokens=tokens)
+    for width, dtype in ((17, "float32"), (24, "bfloat16"), (17, "bfloat16"), (16, "float64")):
+        yield replace(plain, width=width, dtype=dtype)
+    for kind in CHOICES_OF_EXPERTS:
+        yield from (replace(plain, layers=(with_choice(layer, c),)) for c in kind)
+    for heads in Heads:
+        yield replace(plain, layers=(Attention(heads=heads),), tokens=((4, 4),))
+    parts = replace(plain, tokens=((6, 6),), rewrite=Rewrite.PARTS)
+    yield from (replace(parts, layers=(OwnAttention(within=kind), layer)) for kind in Within)
+    slots = Program(layers=(Capacity(top_k=2),), tokens=((5, 5),), dtype="float32")
+    yield slots
+    yield replace(slots, width=32, hidden=32, dtype="bfloat16", layers=(WIDE_CAPACITY,))
+    for kind in CHOICES_OF_CAPACITY:
+        layers = (with_choice(Capacity(top_k=2), choice) for choice in kind)
+        yield from (replace(slots, layers=(layer,)) for layer in layers)
+    padded = replace(plain, layers=(with_choice(layer, Padding.SENT),))
+    yield replace(padded, poison=Poison.PADDING)
+    yield replace(plain, tokens=((5, 5), (5, 5), (1, 1)), running=Running.IF_ANY)
+    for kind in (Routing, Groups, Sharing, Backward, Wrapping, Running, Poison, Rewrite):
+        yield from (changed(plain, kind.__name__.lower(), choice) for choice in kind)
+
 
 UNMENDED: Final[Mapping[frozenset[str], str]] = {}
 """What together shows a fault that is known, and the fault: not drawn until it is mended."""

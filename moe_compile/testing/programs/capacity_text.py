@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from moe_compile.testing.programs.capacity_choices import Across, Extra, Fill, Mixing, Room, Sent
-from moe_compile.testing.programs.exchange_choices import Move
+from moe_compile.testing.programs.choices import Across, Extra, Fill, Mixing, Move, Room, Sent
 from moe_compile.testing.programs.expert_lines import ACTS
-from moe_compile.testing.programs.expert_text import indented
+from moe_compile.testing.programs.expert_text import indented, with_numbers
 from moe_compile.testing.programs.grammar import NUM_RANKS, Capacity
 
 ROOMS: Final = {
@@ -124,12 +123,10 @@ def capacity_class(layer: Capacity, number: int) -> list[str]:
     for method in methods:
         body += ["", *method] if body and method else method
     numbers = {
-        "{n}": layer.local * NUM_RANKS, "{2n}": 2 * layer.local * NUM_RANKS,
-        "{k}": layer.top_k, "{2k}": 2 * layer.top_k, "{e}": layer.local,
+        "n": layer.local * NUM_RANKS, "2n": 2 * layer.local * NUM_RANKS,
+        "k": layer.top_k, "2k": 2 * layer.top_k, "e": layer.local,
     }  # fmt: skip
-    for name, value in numbers.items():
-        body = [line.replace(name, str(value)) for line in body]
-    return [f"class Layer{number}(nn.Module):", *indented(body)]
+    return [f"class Layer{number}(nn.Module):", *indented(with_numbers(body, **numbers))]
 
 
 def _constructor(layer: Capacity, number: int) -> list[str]:

@@ -3,6 +3,8 @@
 Contract
     The first member of every choice is the plainest: failing programs shrink towards it.
     Values say what a member is, for people; nothing reads them.
+    Choices of layers by counts come first, then those of exchanges, of loops over experts, of a
+    rank's own tokens, and of layers whose experts have a capacity.
 """
 
 from __future__ import annotations
@@ -302,23 +304,186 @@ class Poison(enum.Enum):
     PADDING = "the first and the last one, which are padding"
 
 
-class Rewrite(enum.Enum):
-    """What is asked of megamoe besides the number of chunks."""
+class Tally(enum.Enum):
+    """How rows per expert are counted."""
 
-    CHUNKS = "chunks alone"
-    UNSCHEDULED = "schedule = False"
-    RECOMPUTE = "recompute = recompute_exchanges"
-    MODEL_RECOMPUTE = "recompute = model"
-    FP8 = "dispatch_wire = fp8"
-    TOKENS = "chunk_by = tokens"
-    BY_LOAD = "chunk_edges = load"
-    GATHERED = "dispatch = all_gather"
-    HOPS = "nodes = exact, four ranks on two nodes"
-    HOP_SLICES = "nodes = exact, chunk_by = tokens, four ranks on two nodes"
-    HOPS_FP8 = "nodes = exact, dispatch_wire = fp8, four ranks on two nodes"
-    NODE_SUMS = "nodes = rounded, four ranks on two nodes"
-    SUM_SLICES = "nodes = rounded, chunk_by = tokens, four ranks on two nodes"
-    HOP_BOTH = "nodes = exact, hop_slices = 2, four ranks on two nodes"
-    SUM_BOTH = "nodes = rounded, hop_slices = 2, four ranks on two nodes"
-    PARTS = "batch_parts = 2"
-    THREE_PARTS = "batch_parts = 3"
+    COMPARE = "labels compared with all experts"
+    BINCOUNT = "bincount"
+    HISTC = "histc"
+    SCATTER_ADD = "scatter_add of ones"
+    ONE_HOT = "one-hot"
+    SCATTER_ADD_IN_PLACE = "scatter_add_ of ones"
+    BINCOUNT_CUT = "bincount, cut to the number of experts"
+    BINCOUNT_VIEWED = "bincount, its length told by a view"
+    UNIQUE = "unique, put among zeros"
+
+
+class Counts(enum.Enum):
+    """How counts reach the ranks of the experts."""
+
+    FUNCTIONAL = "functional all-to-all"
+    LAZY = "functional all-to-all, waited for on its first use"
+    LEGACY = "dist.all_to_all_single into empty memory"
+    MATRIX = "functional all-to-all of a matrix"
+    GATHERED = "functional all-gather, own columns taken"
+    LEGACY_GATHERED = "dist.all_gather_into_tensor, own columns taken"
+    LEGACY_LISTED = "dist.all_gather into a list, own parts taken"
+
+
+class Splits(enum.Enum):
+    """How split sizes become integers of the host."""
+
+    TOLIST = "sums by view, tolist"
+    ITEM = "sums by view, item of each"
+    UNBIND = "sums of unbound rows, item of each"
+    SLICE_SUM = "all counts as a list, sums of its slices"
+    CPU = "sums copied to the CPU, tolist"
+    RUNNING = "running sums, the first taken off in place before the next is read"
+
+
+class Move(enum.Enum):
+    """Who exchanges rows."""
+
+    FUNCTIONAL = "all_to_all_single_autograd"
+    FUNCTION = "an autograd Function of the program around all_to_all_single"
+    OF_ITSELF = "one around dist.all_to_all_single, whose backward is the Function itself"
+    TOGETHER = "one of the program's that exchanges all it is given, rows and scores at once"
+    WRITTEN_OUT = "one around dist.all_to_all_single, its backward written out"
+    HALVED = "one around dist.all_to_all_single, whose backward halves the gradient"
+    HANDLE = "dist.all_to_all_single with async_op in one, awaited by its handle"
+
+
+class Find(enum.Enum):
+    """How a loop that searches finds the rows of an expert."""
+
+    WHERE = "torch.where of equal labels"
+    NONZERO = "nonzero, squeezed"
+    MASK = "a mask of equal labels"
+    ONE_HOT = "a row of the one-hot labels, transposed"
+    BETWEEN = "labels above one number and below another"
+
+
+class Put(enum.Enum):
+    """How a loop that searches puts results where the rows stood."""
+
+    INDEX_ADD = "index_add_ into zeros"
+    ASSIGN = "assignment into memory that nothing filled"
+    ADDED = "out[i] += y"
+    INDEX_PUT = "index_put into zeros, a new tensor each time"
+    SCATTER_ADD = "scatter_add_ into zeros, by indices expanded to the width of rows"
+
+
+class Cut(enum.Enum):
+    """How a loop by offsets cuts rows, and joins results."""
+
+    SLICES = "out[a:b] = y"
+    NARROWED = "copies into narrowed memory that nothing filled"
+    LISTED = "slices, results in a list, concatenated"
+    TENSOR_SPLIT = "torch.tensor_split, results concatenated"
+
+
+class Padding(enum.Enum):
+    """What becomes of tokens that are padding: of an expert that does not exist, sorted last."""
+
+    NONE = "there are none"
+    SENT = "order[:sum(sent)]"
+    NARROWED = "order.narrow to the sum of what is sent"
+    COUNTED = "cut off by the sum of counts, read by itself"
+
+
+class Weighing(enum.Enum):
+    """How sorted rows find their scores."""
+
+    COLUMN = "scores[order][:, None]"
+    NEW_AXIS = "scores.flatten()[order, None]"
+    UNSQUEEZED = "scores.unsqueeze(1)[order]"
+    SELECTED = "index_select, viewed as a column"
+
+
+class Unsort(enum.Enum):
+    """How tokens take the rows that came back."""
+
+    INDEX_ADD = "index_add into zeros"
+    IN_PLACE = "index_add_ into zeros"
+    COLUMN_INDEX = "gather and scatter_add by an index expanded over columns"
+    EMPTY = "new[order] = rows in empty_like memory, times scores, summed"
+    COLUMNS = "new[order, :] = rows in memory of as many rows, times scores, summed"
+    INVERSE = "rows[torch.argsort(order)], times scores, summed"
+    EINSUM = "index_copy_ into memory of as many rows, einsum with scores"
+
+
+class Loss(enum.Enum):
+    """Losses that a layer computes in the graph and returns."""
+
+    CROSS_ENTROPY = "cross entropy of the result"
+    MSE = "mean square of the result less other rows"
+    Z_LOSS = "mean square of the router's logsumexp"
+    SEQUENCE = "balance of each sequence by scatter_add of what its tokens chose"
+
+
+class Room(enum.Enum):
+    """How many slots an expert has for the rows of a rank; what finds none is dropped."""
+
+    EVEN = "as many as balanced routing needs"
+    SCARCE = "half of that"
+    AMPLE = "twice that"
+    SIXTEEN = "sixteen at least"
+
+
+class Fill(enum.Enum):
+    """How rows get into slots, and back."""
+
+    EINSUM = "masks of one-hots, einsum there and back"
+    PRODUCT = "the same masks, a product of matrices back"
+    INDEX_COPY = "index_copy into zeros, a slot more for what is dropped"
+    GATHER = "slots take rows by their place, what is empty a row of zeros"
+
+
+class Sent(enum.Enum):
+    """The shape in which slots travel."""
+
+    EXPERTS = "experts of all ranks, slots, width"
+    RANKS = "ranks, local experts, slots, width"
+    MATRIX = "slots of all experts, width"
+    FLAT = "ranks, all else"
+
+
+class Across(enum.Enum):
+    """How experts run on the slots they received."""
+
+    EINSUM = "einsum, ranks outermost"
+    OUTERMOST = "einsum, experts outermost"
+    BATCHED = "batched products"
+    MATMUL = "matmul there, baddbmm back"
+    CHUNKED = "loop over chunks, concatenated"
+    INDEXED = "loop, each takes its slots by index, stacked"
+    UNBOUND = "loop over unbound experts, stacked"
+
+
+class Extra(enum.Enum):
+    """What else a layer with a capacity does, and may be chunked with."""
+
+    LOSS = "a balancing loss is returned"
+    GATED = "a second product gates the first"
+    BIAS = "biases of each expert"
+    OWN_NORM = "rows are divided each by its own norm"
+    BESIDE = "a shared expert runs between the exchanges"
+    SENT_READ = "what is sent is read again between the exchanges"
+    HALVED_WRITTEN = "what came back is written in place"
+    CHECKPOINT = "experts are checkpointed"
+    EXPANDED = "one weight, expanded for all experts"
+
+
+class Mixing(enum.Enum):
+    """What must keep experts with a capacity whole."""
+
+    SHARED_BIAS = "a bias that all experts add"
+    MEAN = "rows less their mean over experts"
+    NORM = "rows normalised over experts"
+    NEXT = "what one expert makes goes on as another's"
+    FLIPPED = "results stand in another order than rows"
+    IN_PLACE = "received slots are written in place"
+    DROPOUT = "dropout inside the experts"
+    RECEIVED = "received slots are returned"
+    DETACHED = "one expert sends its rows no gradient"
+    ONE_WEIGHT = "no experts: all slots pass one layer"

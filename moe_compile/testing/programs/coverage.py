@@ -1,13 +1,103 @@
-"""What a fuzzing campaign tried: programs by what became of them, features by how often."""
+"""What fuzzing campaigns tried: programs by what became of them, features by how often; their file.
+
+Contract
+    The rows of the table are the features of programs, every choice of the grammar among them.
+    A run replaces an earlier one of the same seed and commit; the file is replaced whole.
+"""
 
 from __future__ import annotations
 
+import enum
+import json
+import os
+import platform
+import sys
 from collections import Counter
+from dataclasses import fields
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
-from moe_compile.testing.programs.choices import MIXES_SEQUENCES
-from moe_compile.testing.programs.features import all_features, feature
+import torch
+
+from moe_compile.hardware.measure import cpu_name
+from moe_compile.report.provenance import recorded_command, revision
+from moe_compile.testing.programs.choices import (
+    MIXES_SEQUENCES,
+    Backward,
+    Groups,
+    Heads,
+    Poison,
+    Routing,
+    Running,
+    Sharing,
+    Within,
+    Wrapping,
+)
+from moe_compile.testing.programs.grammar import (
+    CHOICES_OF_CAPACITY,
+    CHOICES_OF_EXPERTS,
+    READ_IN,
+    Experts,
+    Layer,
+    Program,
+    Rewrite,
+    ends_smaller,
+)
 from moe_compile.testing.programs.judge import FAILURES, Kind
+
+
+def features(program: Program) -> frozenset[str]:
+    """Return the names of what `program` has, as the coverage table shows them."""
+    found = {f"tokens: {name}" for name in _token_features(program.tokens)}
+    found |= {f"width: {program.width}", f"dtype: {program.dtype}"}
+    found |= {"dynamic: asked for"} if program.dynamic else set()
+    found |= {f"layers: {min(len(program.layers), 3)}"}
+    for part in (program, *program.layers):
+        values = [getattr(part, field.name) for field in fields(part)]
+        found |= {feature(c) for value in values for c in _choices(value)} - _unused(part)
+    return frozenset(found)
+
+
+def choices() -> list[enum.Enum]:
+    """Return every choice of the grammar, in its order."""
+    of_programs = (
+        Heads, Within, Routing, Groups, Sharing, Backward, Wrapping, Running, Poison, Rewrite,
+    )  # fmt: skip
+    kinds: tuple[type[enum.Enum], ...] = CHOICES_OF_EXPERTS + CHOICES_OF_CAPACITY + of_programs
+    return [member for kind in kinds for member in kind]
+
+
+def all_features() -> list[str]:
+    """Return the name of every choice of the grammar, in its order."""
+    return [*map(feature, choices())]
+
+
+def _unused(part: Program | Layer) -> set[str]:
+    """Return what stands in a field that the layer's style does not read."""
+    if not isinstance(part, Experts):
+        return set()
+    unread = [name for name, styles in READ_IN.items() if part.style not in styles]
+    return {feature(getattr(part, name)) for name in unread}
+
+
+def _choices(value: Any) -> list[enum.Enum]:
+    values = value if isinstance(value, frozenset) else (value,)
+    return [v for v in values if isinstance(v, enum.Enum)]
+
+
+def feature(choice: enum.Enum) -> str:
+    """Return the name of a choice in the table of what a campaign covered."""
+    return f"{type(choice).__name__.lower()}: {choice.name.lower()}"
+
+
+def _token_features(tokens: tuple[tuple[int, ...], ...]) -> list[str]:
+    found = ["uneven"] if any(len({*step}) > 1 for step in tokens) else []
+    found += ["empty rank"] if any(0 in step for step in tokens) else []
+    found += ["changing"] if len(set(tokens)) > 1 else []
+    found += ["smaller last"] if ends_smaller(tokens) else []
+    return found
+
 
 LEAST: Final = 40
 """Rewritten programs every feature should occur in, of 3,000."""
@@ -95,3 +185,52 @@ class Coverage:
             counts = f"{self.tried[name]:5}  {self.rewritten[name]:9}  {self.failed[name]:6}"
             rows.append(f"{name:{width}}  {counts}{rare}")
         return "\n".join(rows)
+
+
+def add_record(path: Path, seed: int, coverage: Coverage, seconds: float) -> None:
+    """Add a campaign to the JSON file at `path`, made where it does not exist."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    run = _run(seed, coverage, seconds)
+    same = ("seed", "commit")
+    kept = [old for old in runs if any(old[key] != run[key] for key in same)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps({"runs": [*kept, run]}, indent=1) + "\n")
+    partial.replace(path)
+
+
+def covered(path: Path) -> Coverage:
+    """Return features tried and rewritten by all campaigns of the file at `path`."""
+    coverage = Coverage()
+    for run in json.loads(path.read_text())["runs"]:
+        for name, (tried, rewritten, failed) in run["features"].items():
+            coverage.tried[name] += tried
+            coverage.rewritten[name] += rewritten
+            coverage.failed[name] += failed
+    return coverage
+
+
+def _run(seed: int, coverage: Coverage, seconds: float) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "commit": revision(),
+        "date": str(datetime.now(UTC).date()),
+        "command": recorded_command("moe_compile.testing.fuzz", sys.argv[1:]),
+        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "minutes": round(seconds / 60, 1),
+        "programs": coverage.num_valid,
+        "rewritten": coverage.num_rewritten,
+        "within_last_bits": coverage.num_may_differ,
+        "failed": coverage.num_failed,
+        "judged_twice": coverage.num_second,
+        "by_kind": dict(coverage.kinds),
+        "failures": [
+            {key: failure[key] for key in ("kind", "number", "detail", "source")}
+            for failure in coverage.failures
+        ],
+        "features": {
+            name: [coverage.tried[name], coverage.rewritten[name], coverage.failed[name]]
+            for name in sorted(coverage.tried)
+        },
+    }

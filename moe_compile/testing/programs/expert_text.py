@@ -14,12 +14,12 @@ perm, and label, which is ids sorted by it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
-from moe_compile.testing.programs.choices import Back, Decoy, Detail, Order, Style
+from moe_compile.testing.programs.choices import Back, Cut, Decoy, Detail, Find, Order, Put, Style
 from moe_compile.testing.programs.expert_lines import ACTS, BACKS, DECOYS, ROWS
 from moe_compile.testing.programs.grammar import Experts
-from moe_compile.testing.programs.loop_choices import Cut, Find, Put
 
 LOOPS: Final = frozenset(
     {Style.SORTED_LOOP, Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Style.STACKED}
@@ -84,6 +84,13 @@ def experts_method(layer: Experts) -> list[str]:
     before += [line for detail in ROWS if detail in layer.details for line in ROWS[detail]]
     body = [*before, *_style_lines(layer)]
     return ["def experts(self, rows, flat, runs, extra):", *indented(body)]
+
+
+def with_numbers(lines: Iterable[str], **numbers: int) -> list[str]:
+    """Return the lines with numbers where their names stand in braces."""
+    for name, number in numbers.items():
+        lines = [line.replace(f"{{{name}}}", str(number)) for line in lines]
+    return list(lines)
 
 
 def indented(lines: list[str]) -> list[str]:

@@ -12,38 +12,66 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from moe_compile.testing.programs.capacity_choices import (
-    Across,
-    Extra,
-    Fill,
-    Mixing,
-    Room,
-    Sent,
-)
 from moe_compile.testing.programs.choices import (
+    Across,
     Act,
     Back,
     Backward,
+    Counts,
+    Cut,
     Decoy,
     Detail,
+    Extra,
+    Fill,
+    Find,
     Groups,
     Heads,
+    Loss,
+    Mixing,
+    Move,
     Order,
+    Padding,
     Poison,
+    Put,
     Reader,
-    Rewrite,
+    Room,
     Routing,
     Running,
+    Sent,
     Sharing,
+    Splits,
     Style,
+    Tally,
+    Unsort,
+    Weighing,
     Within,
     Wrapping,
 )
-from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
-from moe_compile.testing.programs.loop_choices import Cut, Find, Put
-from moe_compile.testing.programs.sender_choices import Loss, Padding, Unsort, Weighing
 
 NUM_RANKS: Final = 2
+
+
+class Rewrite(enum.Enum):
+    """What is asked of megamoe besides the number of chunks."""
+
+    CHUNKS = "chunks alone"
+    UNSCHEDULED = "schedule = False"
+    RECOMPUTE = "recompute = recompute_exchanges"
+    MODEL_RECOMPUTE = "recompute = model"
+    FP8 = "dispatch_wire = fp8"
+    TOKENS = "chunk_by = tokens"
+    BY_LOAD = "chunk_edges = load"
+    GATHERED = "dispatch = all_gather"
+    HOPS = "nodes = exact, four ranks on two nodes"
+    HOP_SLICES = "nodes = exact, chunk_by = tokens, four ranks on two nodes"
+    HOPS_FP8 = "nodes = exact, dispatch_wire = fp8, four ranks on two nodes"
+    NODE_SUMS = "nodes = rounded, four ranks on two nodes"
+    SUM_SLICES = "nodes = rounded, chunk_by = tokens, four ranks on two nodes"
+    HOP_BOTH = "nodes = exact, hop_slices = 2, four ranks on two nodes"
+    SUM_BOTH = "nodes = rounded, hop_slices = 2, four ranks on two nodes"
+    PARTS = "batch_parts = 2"
+    THREE_PARTS = "batch_parts = 3"
+
 
 GROUPED_PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
 """Styles whose products torch has in bfloat16 alone, of rows of 16 bytes."""
@@ -219,6 +247,11 @@ class Program:
         return len(self.tokens[0])
 
     @property
+    def experts(self) -> list[Experts]:
+        """Its layers of experts that have no capacity."""
+        return [layer for layer in self.layers if isinstance(layer, Experts)]
+
+    @property
     def is_called_in_parts(self) -> bool:
         """Whether the parts of one checkpointed call are added up before those of another."""
         is_shared = self.sharing is Sharing.WEIGHTS and self.wrapping is Wrapping.CHECKPOINT
@@ -227,16 +260,13 @@ class Program:
     @property
     def positions(self) -> int:
         """Return of how many tokens a sequence is."""
-        in_sequences = any(
-            isinstance(a, OwnAttention) or (isinstance(a, Experts) and Loss.SEQUENCE in a.losses)
-            for a in self.layers
-        )
-        return POSITIONS if in_sequences else 1
+        attends = any(isinstance(layer, OwnAttention) for layer in self.layers)
+        return POSITIONS if attends or any(Loss.SEQUENCE in a.losses for a in self.experts) else 1
 
     @property
     def has_losses(self) -> bool:
         """Return whether layers compute losses in the graph."""
-        return any(isinstance(a, Experts) and a.losses for a in self.layers)
+        return any(a.losses for a in self.experts)
 
 
 def ends_smaller(tokens: tuple[tuple[int, ...], ...]) -> bool:

@@ -20,7 +20,6 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from moe_compile.testing.programs.grammar import NUM_RANKS
@@ -106,12 +105,7 @@ class Judge:
         """Return the judge; ranks start with the first program."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the ranks."""
         self._end_all()
 

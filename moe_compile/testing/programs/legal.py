@@ -10,24 +10,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from moe_compile.testing.programs.capacity_choices import Extra
 from moe_compile.testing.programs.capacity_text import IN_LOOPS
 from moe_compile.testing.programs.choices import (
     Back,
     Detail,
+    Extra,
     Groups,
     Order,
+    Padding,
     Poison,
     Reader,
-    Rewrite,
     Routing,
     Running,
     Sharing,
+    Splits,
     Style,
+    Tally,
+    Unsort,
     Within,
     Wrapping,
 )
-from moe_compile.testing.programs.exchange_choices import Splits, Tally
 from moe_compile.testing.programs.expert_text import LOOPS, ONE_BY_ONE
 from moe_compile.testing.programs.grammar import (
     GROUPED_PRODUCTS,
@@ -42,11 +44,11 @@ from moe_compile.testing.programs.grammar import (
     Layer,
     OwnAttention,
     Program,
+    Rewrite,
     changed,
     ends_smaller,
 )
-from moe_compile.testing.programs.sender_choices import Padding, Unsort
-from moe_compile.testing.programs.sender_text import BY_TOKEN
+from moe_compile.testing.programs.layer_text import BY_TOKEN
 from moe_compile.testing.programs.text import BOUNDS, FLAT_BOUNDS
 
 USED_BY: Final = {
@@ -125,7 +127,7 @@ def _around_layers(program: Program) -> Program:
     """
     if program.running is not Running.ALWAYS and program.sharing is not Sharing.WEIGHTS:
         program = replace(program, sharing=Sharing.NOTHING)
-    padded = any(isinstance(a, Experts) and a.padding is not Padding.NONE for a in program.layers)
+    padded = any(a.padding is not Padding.NONE for a in program.experts)
     if program.poison is Poison.PADDING and not padded:
         program = replace(program, poison=Poison.NONE)
     if program.poison is not Poison.NONE:
@@ -142,9 +144,8 @@ def _with_losses(program: Program) -> Program:
     if not program.has_losses:
         return program
     of_nothing = any(0 in step for step in program.tokens)
-    experts = [layer for layer in program.layers if isinstance(layer, Experts)]
-    grouped = any(a.style in GROUPED_PRODUCTS for a in experts)
-    averages = any(Detail.OWN_MEAN in a.details for a in experts)
+    grouped = any(a.style in GROUPED_PRODUCTS for a in program.experts)
+    averages = any(Detail.OWN_MEAN in a.details for a in program.experts)
     is_parted = program.rewrite in PARTED
     if of_nothing or (is_parted and (grouped or averages)):
         bare = (
@@ -164,8 +165,7 @@ def _on_its_ranks(program: Program) -> Program:
     """
     if program.rewrite not in HOPPING:
         return replace(program, tokens=tuple(step[:NUM_RANKS] for step in program.tokens))
-    experts = (layer for layer in program.layers if isinstance(layer, Experts))
-    layer = next(experts, Experts(top_k=2))
+    layer = next(iter(program.experts), Experts(top_k=2))
     if layer.splits is Splits.RUNNING:
         layer = replace(layer, splits=Splits.TOLIST)
     return replace(
@@ -206,7 +206,7 @@ def _of_whole_sequences(program: Program) -> Program:
 def _may_rewrite(program: Program) -> bool:
     """Whether what is asked of megamoe is allowed, and its roundings reach no second routing."""
     if program.rewrite is Rewrite.GATHERED:  # a product with weights rounds each rank's share
-        weights = (isinstance(a, Experts) and a.unsort is Unsort.EINSUM for a in program.layers)
+        weights = (a.unsort is Unsort.EINSUM for a in program.experts)
         return all(len({*step}) == 1 for step in program.tokens) and not any(weights)
     alone = len(program.layers) == 1 and program.sharing is Sharing.NOTHING
     return program.rewrite not in ROUNDING or alone

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_compile.testing.programs.choices import Reader
+from moe_compile.testing.programs.expert_text import with_numbers
 from moe_compile.testing.programs.grammar import Experts
 
 
@@ -274,9 +275,6 @@ FIXED: dict[Reader, Lines] = {
 
 def lines_at(layer: Experts, place: str) -> list[str]:
     """Return the lines of all readers of `layer` at one field of `Lines`, in a fixed order."""
-    numbers = {"{counts}": str(layer.ranks * layer.local), "{top_k}": str(layer.top_k)}
     chosen = [FIXED[reader] for reader in Reader if reader in layer.readers]
-    found = [line for lines in chosen for line in getattr(lines, place)]
-    for name, number in numbers.items():
-        found = [line.replace(name, number) for line in found]
-    return found
+    found = (line for lines in chosen for line in getattr(lines, place))
+    return with_numbers(found, counts=layer.ranks * layer.local, top_k=layer.top_k)

@@ -2,60 +2,172 @@
 
 Contract
     Every drawn program runs eagerly; combinations that torch itself does not take are not drawn.
-    A choice is its plainest half of the time, so that programs with few features are common.
+    A choice is its plainest more often than any other, so that programs with few features are
+    common.
     Most programs have a layer that is free of what leaves a region whole, alone or beside one that
     is not: a fault of the rewrite shows only where something is rewritten.
-
-Hypothesis strategies over what is around the layers of a program: its steps, groups, gradients.
-As of `strategy.py`, of which this is a part.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 from hypothesis import strategies as st
 
-from moe_compile.testing.programs.capacity_strategy import (
-    formats_of_capacity,
-    layers_with_capacity,
-)
 from moe_compile.testing.programs.choices import (
+    Across,
     Act,
     Back,
     Backward,
+    Counts,
+    Cut,
     Decoy,
     Detail,
+    Extra,
+    Fill,
+    Find,
     Groups,
     Heads,
+    Loss,
+    Mixing,
+    Move,
     Order,
+    Padding,
     Poison,
+    Put,
     Reader,
-    Rewrite,
+    Room,
     Routing,
     Running,
+    Sent,
     Sharing,
+    Splits,
     Style,
+    Tally,
+    Unsort,
+    Weighing,
     Wrapping,
 )
-from moe_compile.testing.programs.draws import Choice, few, mostly
-from moe_compile.testing.programs.exchange_choices import Counts, Move, Splits, Tally
 from moe_compile.testing.programs.expert_text import LISTED
 from moe_compile.testing.programs.grammar import (
     CHOICES_OF_EXPERTS,
     GROUPED_PRODUCTS,
     Attention,
+    Capacity,
     Experts,
     Layer,
     Program,
+    Rewrite,
     with_choice,
 )
 from moe_compile.testing.programs.legal import legal
-from moe_compile.testing.programs.loop_choices import Cut, Find, Put
-from moe_compile.testing.programs.sender_choices import Loss, Padding, Unsort, Weighing
+
+Choice = TypeVar("Choice", bound=enum.Enum)
+
+
+def mostly(members: Iterable[Choice], plain_of: int = 2) -> st.SearchStrategy[Choice]:
+    """Draw one of `members`, the first in `1 / plain_of` of the draws or more."""
+    drawn: Sequence[Choice] = list(members)
+    return st.sampled_from([drawn[0]] * (len(drawn) // plain_of) + [*drawn])
+
+
+def few(kind: Iterable[Choice], most: int) -> st.SearchStrategy[frozenset[Choice]]:
+    """Draw none or up to `most` of `kind`."""
+    drawn: st.SearchStrategy[Any] = st.sampled_from(list(kind))
+    some = st.frozensets(drawn, min_size=1, max_size=most)
+    return st.one_of(st.just(frozenset()), some, some)
+
+
+SLOTS_LEFT_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
+    {Act.FUNCTION, Act.WHERE, Act.MASKED_FILL, Extra.SENT_READ, Extra.CHECKPOINT, Extra.OWN_NORM}
+)
+"""What leaves a layer with a capacity whole that mixes no experts."""
+
+FILLING_SLOTS: Final = frozenset({Act.SILU, Act.GELU, Act.SIGMOID})
+"""What a CPU rounds alike where an expert's slots fill whole blocks: sixteen of them do."""
+
+AT_ONCE: Final = (Across.OUTERMOST, Across.BATCHED, Across.MATMUL)
+"""Ways that keep experts outermost, as sums of the gradient of a bias need it."""
+
+
+class Formats(NamedTuple):
+    """Widths whose slots fill 64 bytes, without which a CPU's products round by position."""
+
+    dtype: str
+    width: int
+    hidden: int
+
+
+FORMATS_OF_CAPACITY: Final = (
+    Formats("float32", 16, 32),
+    Formats("float32", 32, 16),
+    Formats("float32", 16, 16),
+    Formats("float64", 16, 8),
+    Formats("float64", 8, 16),
+    Formats("bfloat16", 32, 32),
+    Formats("bfloat16", 32, 64),
+    Formats("bfloat16", 16, 32),
+)
+
+
+@st.composite
+def capacities(draw: st.DrawFn, *, dtype: str, whole: bool = False) -> Capacity:
+    """Draw a layer with a capacity; `whole` allows what leaves it whole, but what mixes experts."""
+    kept = frozenset[enum.Enum]() if whole else SLOTS_LEFT_WHOLE
+    act = draw(st.sampled_from([a for a in Act if a not in kept]))
+    extras = draw(few([e for e in Extra if e not in kept], 3))
+    across = draw(st.sampled_from(Across))
+    full = dtype == "bfloat16" or act in FILLING_SLOTS
+    if Extra.BIAS in extras and across is Across.EINSUM and not whole:
+        across = draw(st.sampled_from(AT_ONCE))
+    return Capacity(
+        local=draw(st.sampled_from([2, 2, 2, 3, 4, *([1] if whole else [])])),
+        top_k=draw(st.sampled_from([1, 2, 2])),
+        room=Room.SIXTEEN if full and not whole else draw(mostly(Room, 4)),
+        fill=draw(st.sampled_from(Fill)),
+        sent=draw(st.sampled_from(Sent)),
+        move=draw(st.sampled_from([Move.FUNCTIONAL, Move.OF_ITSELF])),
+        across=across,
+        act=act,
+        extras=extras,
+    )
+
+
+@st.composite
+def mixed_capacities(draw: st.DrawFn, *, dtype: str) -> Capacity:
+    """Draw a layer with a capacity that must stay whole, plain or not."""
+    layer = draw(st.one_of(st.just(Capacity(top_k=2)), capacities(dtype=dtype)))
+    least, most = draw(st.sampled_from([(1, 1), (1, 1), (4, 6)]))  # several hide a fault with one
+    mixing = st.frozensets(st.sampled_from(Mixing), min_size=least, max_size=most)
+    return replace(layer, mixing=draw(mixing))
+
+
+STYLES: Final = (Style.LOOP, Style.SORTED_LOOP, Style.INDEX_ADD, Style.SEARCHED, Style.RUNS)
+BESIDE_SLOTS: Final = (
+    ("nothing",) * 8 + ("mixed",) * 6 + ("whole",) * 4 + ("experts", "heads", "two") * 2
+)
+"""What stands beside a layer that can be chunked; other experts are plain."""
+
+
+@st.composite
+def layers_with_capacity(draw: st.DrawFn, *, dtype: str) -> tuple[Layer, ...]:
+    """Draw a layer with a capacity that can be chunked, and what stands beside it."""
+    first, beside = draw(capacities(dtype=dtype)), draw(st.sampled_from(BESIDE_SLOTS))
+    others: dict[str, st.SearchStrategy[Layer]] = {
+        "mixed": mixed_capacities(dtype=dtype),
+        "whole": capacities(dtype=dtype, whole=True),
+        "experts": st.sampled_from(STYLES).map(lambda style: Experts(top_k=2, style=style)),
+        "heads": st.sampled_from(Heads).map(lambda heads: Attention(heads=heads)),
+        "two": capacities(dtype=dtype),
+    }
+    if beside not in others:
+        return (first,)
+    layers = (first, draw(others[beside]))
+    return layers if draw(st.booleans()) else layers[::-1]
+
 
 SEARCHING: Final = (Style.SEARCHED, Style.SEARCHED, Style.RUNS)
 """Styles that have choices of their own, drawn more often."""
@@ -98,7 +210,7 @@ LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
         Reader.AUTOCAST_SET,
     }
 )  # fmt: skip
-"""What leaves a layer whole that has nothing else (`sweep.py` has these programs)."""
+"""What leaves a layer whole that has nothing else (`sweep` has these programs)."""
 
 
 BY_PLACE: Final = frozenset({Detail.OUTER_ROW, Detail.BESIDE})
@@ -171,7 +283,7 @@ def _programs_of_experts(draw: st.DrawFn) -> Program:
 
 @st.composite
 def _programs_with_capacity(draw: st.DrawFn) -> Program:
-    format = draw(formats_of_capacity())
+    format = draw(st.sampled_from(FORMATS_OF_CAPACITY))
     layers = draw(layers_with_capacity(dtype=format[0]))
     program = draw(around(layers, format, even=True))
     rewrite = draw(st.sampled_from([Rewrite.CHUNKS] * 8 + list(Rewrite)))

@@ -2,10 +2,6 @@
 
 Contract
     `source_of` is a function of the program alone; equal programs have equal text.
-
-What a generated program asks of megamoe: the options it is compiled with.
-
-The model of a generated program as Python source: its layers, called one after another.
 """
 
 from __future__ import annotations
@@ -14,22 +10,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from moe_compile.testing.programs.attention_text import attention_class
+from moe_compile.testing.programs.attention_text import attention_class, own_attention_class
 from moe_compile.testing.programs.capacity_text import capacity_class
 from moe_compile.testing.programs.choices import (
     Groups,
     Heads,
     Poison,
     Reader,
-    Rewrite,
     Routing,
     Running,
     Sharing,
     Style,
+    Tally,
     Wrapping,
 )
-from moe_compile.testing.programs.exchange_choices import Tally
-from moe_compile.testing.programs.exchange_text import EXCHANGES
 from moe_compile.testing.programs.expert_text import indented
 from moe_compile.testing.programs.grammar import (
     HOPPING,
@@ -43,9 +37,134 @@ from moe_compile.testing.programs.grammar import (
     Layer,
     OwnAttention,
     Program,
+    Rewrite,
 )
 from moe_compile.testing.programs.layer_text import layer_class
-from moe_compile.testing.programs.sequence_text import own_attention_class
+
+FUNCTION: Final = """\
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, got, sent, group):
+        ctx.splits, ctx.group = (got, sent), group
+        return wait_tensor(all_to_all_single(rows.contiguous(), got, sent, group))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        got, sent = ctx.splits
+        rows = all_to_all_single(gradient.contiguous(), sent, got, ctx.group)
+        return wait_tensor(rows), None, None, None
+
+
+def exchange(rows, got, sent, group):
+    return Exchange.apply(rows, got, sent, group)
+"""
+
+OF_ITSELF: Final = """\
+class ExchangeOfItself(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, rows, got, sent):
+        ctx.group, ctx.got, ctx.sent = group, got, sent
+        rows = rows.contiguous()
+        out = rows.new_empty(size=[sum(got), *rows.size()[1:]], dtype=rows.dtype)
+        dist.all_to_all_single(
+            out, rows, output_split_sizes=got, input_split_sizes=sent, group=group
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx, *gradient):
+        apply = ExchangeOfItself.apply
+        return None, apply(ctx.group, *gradient, ctx.sent, ctx.got), None, None
+
+
+def exchange_of_itself(rows, got, sent, group):
+    return ExchangeOfItself.apply(group, rows, got, sent)
+"""
+
+TOGETHER: Final = """\
+def swapped(tensor, got, sent, group):
+    out = tensor.new_empty(sum(got), *tensor.shape[1:])
+    dist.all_to_all_single(out, tensor.contiguous(), got, sent, group=group)
+    return out
+
+
+class ExchangeTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, got, sent, group, *tensors):
+        ctx.splits, ctx.group = (got, sent), group
+        return tuple(swapped(tensor, got, sent, group) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        got, sent = ctx.splits
+        return None, None, None, *(swapped(g, sent, got, ctx.group) for g in gradients)
+
+
+def exchange_together(tensors, got, sent, group):
+    several = isinstance(tensors, list)
+    done = ExchangeTogether.apply(got, sent, group, *(tensors if several else [tensors]))
+    return done if several else done[0]
+"""
+
+EVEN: Final = """\
+class EvenExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, rows):
+        ctx.group, rows = group, rows.contiguous()
+        out = torch.empty_like(rows)
+        dist.all_to_all_single(out, rows, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, *gradient):
+        return None, EvenExchange.apply(ctx.group, *gradient)
+"""
+
+WRITTEN_OUT: Final = """\
+class Written{name}(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, got, sent, group):
+        ctx.save_for_backward(rows)
+        ctx.splits, ctx.group = (got, sent), group
+        out = torch.empty((sum(got), *rows.shape[1:]), dtype=rows.dtype)
+        {launch}
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (rows,), (got, sent) = ctx.saved_tensors, ctx.splits
+        out = torch.zeros_like(rows)
+        dist.all_to_all_single(out, gradient.contiguous(), sent, got, group=ctx.group)
+        return {result}, None, None, None
+
+
+def exchange_{function}(rows, got, sent, group):
+    return Written{name}.apply(rows, got, sent, group)
+"""
+
+LAUNCH: Final = "dist.all_to_all_single(out, rows.contiguous(), got, sent, group)"
+HANDLE: Final = f"handle = {LAUNCH[:-1]}, async_op=True)\n        handle.wait()"
+
+
+def _written(name: str, function: str, launch: str = LAUNCH, result: str = "out") -> str:
+    parts = {"name": name, "function": function, "launch": launch, "result": result}
+    text = WRITTEN_OUT
+    for part, value in parts.items():
+        text = text.replace("{" + part + "}", value)
+    return text
+
+
+EXCHANGES: Final = (
+    ("exchange(", FUNCTION),
+    ("exchange_of_itself(", OF_ITSELF),
+    ("exchange_together(", TOGETHER),
+    ("EvenExchange.", EVEN),
+    ("exchange_written_out(", _written("Out", "written_out")),
+    ("exchange_halved(", _written("Halved", "halved", result="out * 0.5")),
+    ("exchange_by_handle(", _written("ByHandle", "by_handle", HANDLE)),
+)
+"""How a layer calls an exchange, and the source that defines it."""
+
 
 HEAD: Final = """\
 import torch
@@ -121,6 +240,7 @@ if __name__ == "__main__":
 """
 
 OF_UNKNOWN_LENGTH: Final = frozenset({Tally.BINCOUNT_CUT, Tally.BINCOUNT_VIEWED, Tally.UNIQUE})
+"""Counts that make tensors whose length the data says."""
 
 BOUNDS: Final = dict.fromkeys((Rewrite.TOKENS, *sorted(NODE_SUMMING, key=str)), 0.05)
 """Relative errors of what rounds sums otherwise: in slices of tokens, weights' gradients; on nodes,
@@ -157,7 +277,7 @@ def source_of(program: Program) -> str:
         blocks += [block] if name in written else []
     model = "\n".join(model_class(program)) + "\n"
     if needed := [name for name in ("own_group", "second_group") if f"{name}()" in written + model]:
-        blocks.insert(1, f"from moe_compile.testing.programs.groups import {', '.join(needed)}\n")
+        blocks.insert(1, f"from moe_compile.testing.process_groups import {', '.join(needed)}\n")
     blocks += [written, model, MAIN]
     return "\n\n".join(blocks)
 
@@ -172,9 +292,10 @@ def _settings(program: Program) -> str:
         bound = max(bound, BOUND_OF_CALLS)
     flat = FLAT_BOUNDS.get(program.rewrite, 0.0)
     rows = max(sum(step) for step in program.tokens)
-    top_k = max((a.top_k for a in program.layers if isinstance(a, Experts)), default=1)
-    raises = any(
-        isinstance(a, Experts) and Reader.FAILING_CHECK in a.readers for a in program.layers
+    top_k = max((a.top_k for a in program.experts), default=1)
+    raises = any(Reader.FAILING_CHECK in a.readers for a in program.experts)
+    unknown = any(
+        a.tally in OF_UNKNOWN_LENGTH or a.style is Style.SEARCHED for a in program.experts
     )
     lines = [
         f"DTYPE = torch.{program.dtype}",
@@ -182,7 +303,7 @@ def _settings(program: Program) -> str:
         f"TOKENS = {list(program.tokens)}  # per step: of each rank",
         f"OPTIONS = {options_of(program)}",
         f"DYNAMIC = {True if program.dynamic else None}",
-        f"UNKNOWN_LENGTHS = {_has_unknown_lengths(program)}  # are captured",
+        f"UNKNOWN_LENGTHS = {unknown}  # are captured",
         f'BACKWARD = "{program.backward.name.lower()}"',
         *_images(program),
         *_poison(program),
@@ -193,7 +314,7 @@ def _settings(program: Program) -> str:
         f"RAISES = {raises}",
     ]
     if program.rewrite in HOPPING:
-        local = next(layer.local for layer in program.layers if isinstance(layer, Experts))
+        local = program.experts[0].local
         lines += [f"RANKS, NODES, LOCAL = {program.num_ranks}, {NUM_NODES}, {local}  # experts"]
     if program.rewrite in PARTED:
         parts = f"{PARTED[program.rewrite]}, {program.positions}"
@@ -224,15 +345,9 @@ def _is_mirrored(program: Program) -> bool:
     """
     if program.rewrite is Rewrite.GATHERED or program.groups is not Groups.WORLD:
         return False
-    if any(isinstance(a, Experts) and Reader.METRICS in a.readers for a in program.layers):
+    if any(Reader.METRICS in a.readers for a in program.experts):
         return False
     return all(len({*step}) == 1 for step in program.tokens)
-
-
-def _has_unknown_lengths(program: Program) -> bool:
-    """Whether a layer makes tensors whose length its data says, before it says what that is."""
-    layers = [layer for layer in program.layers if isinstance(layer, Experts)]
-    return any(a.tally in OF_UNKNOWN_LENGTH or a.style is Style.SEARCHED for a in layers)
 
 
 def _in_groups(program: Program, number: int) -> str:

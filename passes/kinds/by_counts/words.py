@@ -26,13 +26,14 @@ from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.planned import PlannedExperts
 from moe_compile.regions.regions import RowProof
-from moe_compile.report.decisions import decision_figures, decision_remarks
 from moe_compile.report.region_reports import (
     ALL_GATHERED,
     CHUNKED,
     IN_TWO_HOPS,
     LEFT_WHOLE,
     RegionReport,
+    decision_figures,
+    decision_remarks,
     edges_remarks,
 )
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moe_compile.attention.detect_attention import find_attention
 from moe_compile.graph.facts import GraphFacts
-from moe_compile.testing.cpu_rounding.head_rounding import is_fused
+from moe_compile.testing.cpu_rounding.cpu_bits import is_fused
 from tests import attention_layers as layers
 from tests import attention_variants as variants
 from tests.capture import dynamo_graphs

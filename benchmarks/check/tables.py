@@ -1,0 +1,110 @@
+"""The tables that end a check: what each section found, and what became of the bars it is held to.
+
+Contract
+    A bar holds, is missed, or is open: its section did not run, or not to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.check.sections import read_section
+
+Section = Mapping[str, Any]
+Look = Callable[[Section], tuple[bool, str]]
+
+OTHERS: Final = "inductor"
+"""How names of items begin that only compare with others: they may be skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar, and what was found."""
+
+    what: str
+    holds: bool | None
+    """None where it is open."""
+    found: str = ""
+
+
+def judge(sections: Mapping[str, Section], bars: Sequence[tuple[str, str, Look]]) -> list[Bar]:
+    """Return what became of `bars`: of each its section, what is wanted, and how it is told.
+
+    `sections` are results by name, {} of one that did not run.
+    """
+    return [_judged(what, sections.get(name, {}), look) for name, what, look in bars]
+
+
+def _judged(what: str, section: Section, look: Look) -> Bar:
+    if not section.get("is_complete") or not section.get("rows"):
+        return Bar(what, None, "not run to its end")
+    try:
+        return Bar(what, *look(section))
+    except (LookupError, TypeError, ValueError) as error:  # skipped, or no number was found
+        return Bar(what, None, f"not measured: {error}")
+
+
+def no_failure(section: Section) -> tuple[bool, str]:
+    """Return whether nothing failed; raises LookupError where something of ours was skipped."""
+    failures = [failure["what"] for failure in section["failures"]]
+    skipped = [one["what"] for one in section.get("skipped", [])]
+    ours = [what for what in skipped if not what.startswith(OTHERS)]
+    if ours and not failures:
+        raise LookupError(f"skipped {ours[0]}")
+    return not failures, ", ".join(failures[:3]) or f"none failed, {len(skipped)} skipped"
+
+
+MOST_FAILURES: Final = 12
+"""Printed; the files have all."""
+SAID: Final = {True: "holds", False: "MISSED", None: "open"}
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """Return an empty table, its first column flush left and the others right."""
+    table = Table(title=title, title_justify="left", box=None)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    return table
+
+
+def print_sections(
+    console: Console,
+    out: Path,
+    summary: Mapping[str, Any],
+    tables: Mapping[str, Callable[[Section], Table]],
+) -> None:
+    """Print a table for each section, what failed and was skipped in it, then how each ended."""
+    for name in summary["sections"]:
+        section = read_section(out, name)
+        if section.get("rows"):
+            console.print(tables[name](section))
+        for failure in section.get("failures", [])[:MOST_FAILURES]:
+            console.print(f"{name}: {failure['what']}: {failure['why']}"[:300], markup=False)
+        for warning in section.get("warnings", []):
+            console.print(f"warning: {warning}", markup=False)
+        for skipped in section.get("skipped", []):
+            console.print(f"{name}: skipped {skipped['what']}: {skipped['why']}", markup=False)
+    for name, found in summary["sections"].items():
+        console.print(f"{name}: {found['status']} in {found.get('seconds', 0)} s", highlight=False)
+
+
+def print_bars(
+    console: Console,
+    out: Path,
+    summary: Mapping[str, Any],
+    bars: Sequence[tuple[str, str, Look]],
+) -> None:
+    """Print what became of the bars."""
+    is_gpu = summary["device"] == "cuda"
+    title = "Bars" if is_gpu else "Bars, for a GPU: times are no measurement here"
+    table = new_table(title, "", "", "found")
+    sections = {name: read_section(out, name) for name, _, _ in bars}
+    for bar in judge(sections, bars):
+        table.add_row(bar.what, SAID[bar.holds], bar.found)
+    console.print(table)

@@ -1,1 +1,0 @@
-"""What of `normalize_exchanges` is large enough to stand alone."""

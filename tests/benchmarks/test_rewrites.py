@@ -1,0 +1,41 @@
+"""The check's programs, one for every rewrite: by gloo, and on GPUs by NCCL."""
+
+import pytest
+import torch
+
+from benchmarks.check.bits import PROGRAMS, items_for, run_item
+from moe_compile.testing.programs.grammar import NUM_RANKS
+from moe_compile.testing.programs.judge import Kind, judgement_of
+
+ITEMS = {item.name: item for item in items_for(NUM_RANKS)}
+ON_TWO = [name for name, item in ITEMS.items() if item.num_ranks == NUM_RANKS]
+ON_FOUR = [name for name in ITEMS if name not in ON_TWO]
+
+
+def on_rank(rank, item):
+    try:
+        return run_item(item)[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check(pool, name):
+    judged = judgement_of(pool.run(on_rank, ITEMS[name]))
+    assert judged.kind is Kind.SAME, judged.detail
+    assert judged.is_chunked, judged.verdicts
+
+
+def test_every_program_is_an_item():
+    assert {*ITEMS} == {*PROGRAMS} and len(ON_FOUR) >= 8
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ON_TWO)
+def test_a_rewrite_on_two_ranks_has_the_bits_of_eager(two_devices, name):
+    check(two_devices, name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_a_rewrite_on_two_nodes_has_the_bits_of_eager(four_devices, name):
+    check(four_devices, name)
