@@ -13,7 +13,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
 BESIDE: Final = tuple(
-    f"moe_compile/{room}" for room in ("cli.py", "commands/", "simulator/", "testing/")
+    f"moe_compile/{room}" for room in ("check/", "cli.py", "commands/", "simulator/", "testing/")
 )
 """What nothing that compiles imports."""
 EVERY_SOURCE: Final = tuple(

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.acceptance.cases import CASES
 from benchmarks.acceptance.table import without_places, write_page
-from benchmarks.check.limited_process import run_limited
+from moe_compile.check.limited_process import run_limited
 from moe_compile.report.provenance import recorded_command
 
 RESULTS: Final = Path("benchmarks/results/acceptance.json")

@@ -12,8 +12,11 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from benchmarks.check.limited_process import run_limited
-from benchmarks.check.sections import (
+from benchmarks.gpu.gpu_machine import describe_gpu_machine
+from benchmarks.gpu.sizes import PROMISED_S, SIZES
+from benchmarks.gpu.summary import print_summary
+from moe_compile.check.limited_process import run_limited
+from moe_compile.check.sections import (
     GRACE_S,
     ended,
     passed_before,
@@ -22,9 +25,6 @@ from benchmarks.check.sections import (
     run_sections,
     say,
 )
-from benchmarks.gpu.gpu_machine import describe_gpu_machine
-from benchmarks.gpu.sizes import PROMISED_S, SIZES
-from benchmarks.gpu.summary import print_summary
 from moe_compile.report.provenance import recorded_command
 from moe_compile.source_hash import EVERY_SOURCE, hash_of_sources
 

@@ -14,9 +14,9 @@ from typing import Final
 
 import torch
 
-from benchmarks.check.bits import poison
-from benchmarks.check.sections import Record, say
 from benchmarks.gpu.sizes import Sizes
+from moe_compile.check.bits import poison
+from moe_compile.check.sections import Record, say
 
 BEHIND: Final = 16
 """Rows behind the last offset."""

@@ -17,7 +17,6 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.check.sections import Record, say
 from benchmarks.gpu.exact_layer import Tensors, exact_results, relative_errors
 from benchmarks.gpu.layer_step import (
     GPU_VARIANTS,
@@ -30,6 +29,7 @@ from benchmarks.gpu.layer_step import (
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.link.cases import BASELINE, QUANTIZED
 from benchmarks.link.variants import Variant
+from moe_compile.check.sections import Record, say
 
 ALLOWED: Final = 1.1
 """Times plain Inductor's error."""

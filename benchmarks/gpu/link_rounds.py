@@ -22,7 +22,6 @@ from typing import Final
 
 import torch.distributed as dist
 
-from benchmarks.check.sections import Record, say
 from benchmarks.gpu.exact_layer import Tensors, relative_errors
 from benchmarks.gpu.lanes import CONTROL, Carried, CudaLane, Pace, ProcessorLane
 from benchmarks.gpu.layer_check import start_one_rank
@@ -33,6 +32,7 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.link.cases import BASELINE, LATENCY_S, NO_LINK_RATIO, RATIOS
 from benchmarks.link.link_model import LinkRate
 from benchmarks.link.machine import emulated_link_origin, write_profile
+from moe_compile.check.sections import Record, say
 from moe_compile.hardware import load_profile
 
 WARM_UP: Final = 3

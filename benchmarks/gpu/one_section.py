@@ -15,7 +15,6 @@ from typing import Final
 
 import torch
 
-from benchmarks.check.sections import Record
 from benchmarks.gpu.host_copies import check_trace
 from benchmarks.gpu.kernels import check_kernels
 from benchmarks.gpu.layer_check import check_layer
@@ -23,6 +22,7 @@ from benchmarks.gpu.link_rounds import check_link
 from benchmarks.gpu.sizes import SIZES, Sizes
 from benchmarks.gpu.sliced_products import check_slices
 from benchmarks.gpu.unit_tests import check_tests
+from moe_compile.check.sections import Record
 
 SECTIONS: Final[Mapping[str, Callable[[Record, Sizes], None]]] = {
     "kernels": check_kernels,

@@ -16,9 +16,9 @@ from typing import Final
 
 import torch
 
-from benchmarks.check.sections import Record, say
 from benchmarks.gpu.empty_groups import check_empty_groups
 from benchmarks.gpu.sizes import Sizes
+from moe_compile.check.sections import Record, say
 
 ALIGNMENT: Final = 8
 """Rows that torchtitan pads groups of bfloat16 rows to a multiple of."""

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.check.sections import Record, say
 from benchmarks.gpu.sizes import Sizes
+from moe_compile.check.sections import Record, say
 
 ROOT: Final = Path(__file__).parents[2]
 IMPORTS: Final = ("moe_compile.backend", "passes.pipeline", "moe_compile.testing.strategies")

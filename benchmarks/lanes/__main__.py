@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.check.limited_process import run_limited
 from benchmarks.lanes.steps import EXAMPLE, LANES, LOGS, Step, example, steps_of
 from benchmarks.lanes.table import summary_line, write_page
+from moe_compile.check.limited_process import run_limited
 
 RESULTS: Final = Path("benchmarks/results/torch_lanes.json")
 COMMAND: Final = "python -m benchmarks.lanes"

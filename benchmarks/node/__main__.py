@@ -12,12 +12,12 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 
-from benchmarks.check.sections import passed_before, read_arguments, read_section, run_sections
 from benchmarks.gpu.gpu_machine import describe_gpu_machine
 from benchmarks.node.measured_profile import write_profile
 from benchmarks.node.ranks import Ranks
 from benchmarks.node.sizes import PROMISED_S, SIZES
 from benchmarks.node.summary import print_summary
+from moe_compile.check.sections import passed_before, read_arguments, read_section, run_sections
 from moe_compile.hardware.detect import NO_GPU, detected_profile
 from moe_compile.report.provenance import recorded_command
 from moe_compile.source_hash import EVERY_SOURCE, hash_of_sources

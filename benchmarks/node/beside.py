@@ -23,12 +23,12 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.check.sections import Record, say
-from benchmarks.check.team import Team
 from benchmarks.node.collectives import EXCHANGE, launcher, slowest
 from benchmarks.node.sizes import Sizes
 from benchmarks.node.together import Pair, Work, together
 from benchmarks.paired import ratio
+from moe_compile.check.sections import Record, say
+from moe_compile.check.team import Team
 from moe_compile.testing.process_groups import rank_device
 
 OWN: Final = 0

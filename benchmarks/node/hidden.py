@@ -24,8 +24,6 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.check.sections import Record, say
-from benchmarks.check.team import Team
 from benchmarks.gpu.device_time import synchronize
 from benchmarks.gpu.exact_layer import relative_errors
 from benchmarks.gpu.layer_step import GPU_VARIANTS, Forward, LayerStep, is_known, start_compiler
@@ -34,6 +32,8 @@ from benchmarks.link.variants import Variant
 from benchmarks.node.collectives import slowest
 from benchmarks.node.sizes import Sizes
 from benchmarks.paired import ratio
+from moe_compile.check.sections import Record, say
+from moe_compile.check.team import Team
 from moe_compile.report.process_report import figures
 from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.process_groups import register_nodes

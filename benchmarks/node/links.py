@@ -13,8 +13,6 @@ import statistics
 from functools import partial
 from typing import Any, Final
 
-from benchmarks.check.sections import Record, say
-from benchmarks.check.team import Team
 from benchmarks.node.collectives import (
     EXCHANGE,
     GATHER,
@@ -24,6 +22,8 @@ from benchmarks.node.collectives import (
     seconds_alone,
 )
 from benchmarks.node.sizes import Sizes
+from moe_compile.check.sections import Record, say
+from moe_compile.check.team import Team
 
 NEEDS_S: Final = 20.0
 """What one collective takes at all sizes."""

@@ -19,14 +19,14 @@ from typing import Final
 
 import torch.distributed as dist
 
-from benchmarks.check.bits import check_bits
-from benchmarks.check.sections import Record
-from benchmarks.check.team import RESTART, OutOfStep, Team
 from benchmarks.node.beside import check_beside
 from benchmarks.node.hidden import check_hidden
 from benchmarks.node.links import check_links
 from benchmarks.node.recipes import check_recipes
 from benchmarks.node.sizes import SIZES, Sizes
+from moe_compile.check.bits import check_bits
+from moe_compile.check.sections import Record
+from moe_compile.check.team import RESTART, OutOfStep, Team
 
 SECTIONS: Final[Mapping[str, Callable[[Team, Sizes, Path], None]]] = {
     "beside": lambda team, sizes, _: check_beside(team, sizes),

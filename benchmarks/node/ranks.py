@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from benchmarks.check.limited_process import run_ranks
-from benchmarks.check.sections import GRACE_S, ended, read_section, say
+from moe_compile.check.limited_process import run_ranks
+from moe_compile.check.sections import GRACE_S, ended, read_section, say
 from moe_compile.testing.rank_pool import HOST, meeting_point
 from torchtitan_integration.launch import settings_on_gpus
 

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 
 import torchtitan_integration
-from benchmarks.check.limited_process import run_limited
-from benchmarks.check.sections import Record
-from benchmarks.check.team import Team
 from benchmarks.node.ranks import OF_AGENT
 from benchmarks.node.sizes import Sizes
+from moe_compile.check.limited_process import run_limited
+from moe_compile.check.sections import Record
+from moe_compile.check.team import Team
 from moe_compile.testing.process_groups import rank_device
 from moe_compile.testing.rank_pool import meeting_point
 from torchtitan_integration.launch import RANK

@@ -9,7 +9,9 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.check.tables import (
+from benchmarks.node.beside import OWN, said_of
+from benchmarks.node.links import link_of
+from moe_compile.check.tables import (
     Look,
     Section,
     new_table,
@@ -17,8 +19,6 @@ from benchmarks.check.tables import (
     print_bars,
     print_sections,
 )
-from benchmarks.node.beside import OWN, said_of
-from benchmarks.node.links import link_of
 
 TIMES: Final = ("exposed_ms", "hidden_ms")
 NUMBERS: Final = ("contention", "overlap_slowdown")

@@ -47,6 +47,7 @@ LAYERS = (  # left to right; longest prefix wins
     ),
     ("moe_compile.simulator",),
     ("moe_compile.testing",),
+    ("moe_compile.check",),
     ("torchtitan_integration",),
     ("moe_compile.commands", "moe_compile.cli"),
 )
@@ -93,7 +94,9 @@ def test_what_no_hash_of_the_sources_has_is_imported_by_nothing_that_compiles():
     """An edit of the fuzzer or the simulator leaves what users have compiled in their caches."""
     beside = [p for p in SOURCES if p not in HASHED and not p.is_relative_to(RECIPE)]
     rooms = {f"moe_compile.{p.relative_to(ROOT).parts[1].removesuffix('.py')}" for p in beside}
-    assert rooms == {f"moe_compile.{r}" for r in ("cli", "commands", "simulator", "testing")}
+    assert rooms == {
+        f"moe_compile.{r}" for r in ("check", "cli", "commands", "simulator", "testing")
+    }
     for path in {*SOURCES} & {*HASHED}:
         read = [n for n in imports(path) if any(f"{n}.".startswith(f"{r}.") for r in rooms)]
         assert not read, path

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.check.sections import Record
-from benchmarks.check.tables import judge
 from benchmarks.gpu import unit_tests
 from benchmarks.gpu.bars import BARS
 from benchmarks.gpu.host_copies import TO_HOST, judge_events
 from benchmarks.gpu.layer_check import Reference, _judge_errors, _judge_order
 from benchmarks.gpu.layer_step import GPU_VARIANTS, CodeOrder
+from moe_compile.check.sections import Record
+from moe_compile.check.tables import judge
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler_util import FunctionEvent
 
-from benchmarks.check.limited_process import run_limited
-from benchmarks.check.sections import ALIKE, LONGEST_S, Record, passed_before, write_json
 from benchmarks.gpu import sliced_products
 from benchmarks.gpu.exact_layer import exact_results, relative_errors
 from benchmarks.gpu.host_copies import judge_events, on_device
@@ -27,6 +25,8 @@ from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
 from benchmarks.gpu.row_ops import ROW_OPS
 from benchmarks.gpu.sizes import H200, PROMISED_S, SMOKE
 from benchmarks.link.link_model import LinkRate
+from moe_compile.check.limited_process import run_limited
+from moe_compile.check.sections import ALIKE, LONGEST_S, Record, passed_before, write_json
 
 ROOT = Path(__file__).parents[2]
 

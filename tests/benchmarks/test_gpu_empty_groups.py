@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from benchmarks.check.sections import Record
 from benchmarks.gpu import empty_groups
 from benchmarks.gpu.sizes import SMOKE
+from moe_compile.check.sections import Record
 
 
 @pytest.fixture

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.check.limited_process import run_ranks
-from benchmarks.check.sections import LONGEST_S, Record, read_section
-from benchmarks.check.tables import judge
 from benchmarks.gpu.layer_step import GPU_VARIANTS
 from benchmarks.node.beside import OWN, Share, has_budgets, judge_shares, said_of
 from benchmarks.node.collectives import EXCHANGE, GATHER
@@ -22,6 +19,9 @@ from benchmarks.node.ranks import Ranks, environment_of
 from benchmarks.node.recipes import STEPS, judge_losses, most_off
 from benchmarks.node.sizes import PROMISED_S
 from benchmarks.node.summary import BARS
+from moe_compile.check.limited_process import run_ranks
+from moe_compile.check.sections import LONGEST_S, Record, read_section
+from moe_compile.check.tables import judge
 from moe_compile.hardware.profile import load_profile
 from torchtitan_integration.launch import ON_GPUS
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.check import bits
-from benchmarks.check.bits import ONE, PROGRAMS, items_for, on_ranks
-from benchmarks.check.sections import Record
-from benchmarks.check.team import OutOfStep, Team
+from moe_compile.check import bits
+from moe_compile.check.bits import ONE, PROGRAMS, items_for, on_ranks
+from moe_compile.check.sections import Record
+from moe_compile.check.team import OutOfStep, Team
 from moe_compile.testing.programs.run import Findings
 
 

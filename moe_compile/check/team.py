@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from benchmarks.check.sections import Record, say
+from moe_compile.check.sections import Record, say
 from moe_compile.testing.process_groups import join
 from moe_compile.testing.rank_pool import forget_compiled
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.check.bits import PROGRAMS, items_for, run_item
+from moe_compile.check.bits import PROGRAMS, items_for, run_item
 from moe_compile.testing.programs.grammar import NUM_RANKS
 from moe_compile.testing.programs.judge import Kind, judgement_of
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.check.sections import read_section
+from moe_compile.check.sections import read_section
 
 Section = Mapping[str, Any]
 Look = Callable[[Section], tuple[bool, str]]

@@ -19,8 +19,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.check.sections import Record, say
-from benchmarks.check.team import Team
+from moe_compile.check.sections import Record, say
+from moe_compile.check.team import Team
 from moe_compile.testing.process_groups import be_deterministic, rank_device
 from moe_compile.testing.programs.choices import (
     Backward,
