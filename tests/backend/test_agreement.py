@@ -567,13 +567,3 @@ def test_a_process_group_made_anew_is_agreed_in_anew(two_ranks):
     for alike, num_records in two_ranks.run(start_anew):
         assert alike == [True] * 5
         assert num_records > 0
-
-
-def raise_on(rank, unlucky):
-    if rank == unlucky:
-        raise ValueError(f"from rank {rank}")
-
-
-def test_the_pool_names_the_rank_that_failed(two_ranks):
-    with pytest.raises(RankFailure, match=r"rank 1:\n(.|\n)*from rank 1"):
-        two_ranks.run(raise_on, 1)

@@ -53,12 +53,6 @@ def test_exchanges_that_are_no_region_do_not_raise(fake_ranks):
     assert callable(megamoe(gm, inputs, options=STRICT))
 
 
-@pytest.mark.slow
-def test_more_chunks_than_experts_do_not_raise(fake_ranks):
-    gm, inputs = graph(GroupedExperts(16, 24, 8, 2, fake_ranks))
-    assert callable(megamoe(gm, inputs, options={**STRICT, "megamoe.chunks": 64}))
-
-
 SPLIT = {"megamoe.strict": True, "megamoe.codegen": "fx", "megamoe.attention_chunks": 2}
 
 

@@ -13,7 +13,6 @@ from tests.batch_layers import (
     POSITIONS,
     WIDTH,
     Block,
-    RecomputedStack,
     Ulysses,
 )
 from tests.dispatch_layers import InOrder, SharedByIndex, SharedInOrder, SharedInOrderWeighted
@@ -92,11 +91,6 @@ def test_two_parts_equal_gradient_accumulation(two_ranks):
 @pytest.mark.slow
 def test_attention_between_exchanges_runs_in_parts_and_groups_of_heads(two_ranks):
     check(two_ranks, Ulysses, GroupedExperts, 2, 4, attention_chunks=2)
-
-
-@pytest.mark.slow
-def test_a_part_of_a_checkpointed_block_goes_on_in_the_next(two_ranks):
-    check(two_ranks, RecomputedStack, GroupedExperts, 2, 4, num_layers=2)
 
 
 @pytest.mark.slow

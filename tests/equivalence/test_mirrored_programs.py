@@ -151,18 +151,6 @@ def test_so_does_a_region_whose_tokens_are_gathered(two_ranks, reader):
     assert {*judgement.verdicts} == {"all-gathered"}
 
 
-@pytest.mark.slow
-def test_chunks_of_tokens_are_off_by_roundings_alone():
-    program = Program(layers=(layer(Reader.RETURNED, top_k=2, local=3),), dtype="float64")
-    text = source_of(program).replace("OPTIONS = {", 'OPTIONS = {"megamoe.chunk_by": "tokens", ')
-    check(text.replace("BOUND = 0.0 ", "BOUND = 1e-13 "), "chunked")
-
-
-@pytest.mark.slow
-def test_a_users_check_that_fails_eagerly_fails_compiled():
-    check(source_of(Program(layers=(layer(Reader.FAILING_CHECK),))))
-
-
 def test_a_check_that_a_number_of_the_host_is_another_is_still_demanded():
     """It was taken for one of the tracer's own assertions, and dropped with the old body."""
     text = source_of(Program(layers=(layer(Reader.CHECK_EQUAL),)))
