@@ -26,15 +26,10 @@ from benchmarks.gpu.row_ops import ROW_OPS
 from benchmarks.gpu.sizes import H200, PROMISED_S, SMOKE
 from benchmarks.link.link_model import LinkRate
 from moe_compile.check.limited_process import run_limited
-from moe_compile.check.record import Record, write_json
+from moe_compile.check.record import write_json
 from moe_compile.check.sections import ALIKE, LONGEST_S, passed_before
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def record(tmp_path):
-    return Record(path=tmp_path / "section.json", deadline=time.monotonic() + 900)
 
 
 def on_disk(record):
