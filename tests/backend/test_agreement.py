@@ -27,18 +27,11 @@ from moe_compile.runtime import agree_on_machine, agreement
 from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.rewrite_regions import RewriteRegions
-from tests.layers import WAIT, GroupedExperts
+from tests.layers import WAIT, Centred, GroupedExperts
 
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
 WIDTH = 16
 TIMEOUT_S = 20
-
-
-class CentredExperts(GroupedExperts):
-    """Subtracts the mean over all rows received: rows are not independent, nothing is chunked."""
-
-    def experts(self, rows, received):
-        return super().experts(rows - rows.mean(0, keepdim=True), received)
 
 
 def compiled(layer, **more):
@@ -72,7 +65,7 @@ def run_steps(rank, style, tokens, **more):
 
 
 def bodies_differ(rank, codegen):
-    style, before = (GroupedExperts, CentredExperts)[rank], len(REPORT.compilations)
+    style, before = (GroupedExperts, Centred)[rank], len(REPORT.compilations)
     ran = run_steps(rank, style, (8, 12 + rank, 9), codegen=codegen)
     regions = [region for c in REPORT.compilations[before:] for region in c.regions]
     return *ran, {(region.verdict, region.num_chunks) for region in regions}
@@ -92,7 +85,7 @@ def compilation_as_written_fails(rank):
     """The bodies differ; rank 1 cannot compile what it wrote. Another program follows."""
     compile_whole = AsWritten.compile
     failing = mock.Mock(side_effect=AssertionError("out of symbols"))
-    style = (GroupedExperts, CentredExperts)[rank]
+    style = (GroupedExperts, Centred)[rank]
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(warnings_of("moe_compile"))
         if rank == 1:
@@ -117,7 +110,7 @@ def second_layers_differ(rank, late):
     torch._dynamo.reset()
     group = dist.new_group()
     layers = [GroupedExperts(WIDTH, 24, 8, 2, group)]
-    layers += [(GroupedExperts, CentredExperts)[rank](WIDTH, 32, 8, 2, group)]
+    layers += [(GroupedExperts, Centred)[rank](WIDTH, 32, 8, 2, group)]
     before, alike = len(executed_records()), []
     torch.manual_seed(0)
     x = torch.randn(8, WIDTH, dtype=torch.bfloat16)
@@ -300,7 +293,7 @@ def test_a_rank_without_tokens_exchanges_again_what_the_others_do(two_ranks, rec
         assert alike == [True] * 2
 
 
-class CentredBySize(CentredExperts):
+class CentredBySize(Centred):
     """Mixes rows unless there are five tokens."""
 
     def forward(self, x):
@@ -452,7 +445,7 @@ def four_with_two_axes(rank, other, are_both_exchanges=False):
     torch._dynamo.reset()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    style, column = CentredExperts if rank == other else GroupedExperts, columns[rank % 2]
+    style, column = Centred if rank == other else GroupedExperts, columns[rank % 2]
     layer = style(WIDTH, 24, 8, 2, rows[rank // 2])
     if are_both_exchanges:
         layer = torch.nn.Sequential(layer, GroupedExperts(WIDTH, 24, 8, 2, column))

@@ -43,16 +43,18 @@ from tests.dispatch_layers import (
     Unweighted,
 )
 from tests.layers import (
+    Centred,
     FusedGateUp,
     GatheredCounts,
     GroupedExperts,
+    KeepsSplits,
     LoopExperts,
     SegmentStarts,
     SharedAndBias,
     SortedChunks,
 )
 from tests.node_ranks import seat
-from tests.passes.test_switch_dispatch import Centred, KeepsSplits, NoSum, WritesTokens, host_reads
+from tests.passes.test_switch_dispatch import NoSum, WritesTokens, host_reads
 from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 32, 8, 2

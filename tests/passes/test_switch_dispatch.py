@@ -23,6 +23,7 @@ from tests.dispatch_layers import Around, InOrder, InOrderWeighted, OntoTokens
 from tests.layers import (
     FusedGateUp,
     GroupedExperts,
+    KeepsSplits,
     LoopExperts,
     SegmentStarts,
     SharedAndBias,
@@ -100,14 +101,6 @@ def test_sizes_need_one_read_by_the_host(fake_ranks, style):
     assert len(copies) == 1
     (copy,) = copies
     assert copy.args[1] == torch.device("cpu")
-
-
-class KeepsSplits(GroupedExperts):
-    """Stashes its split sizes on the module, as torchtitan does."""
-
-    def splits(self, counts, received):
-        self.sent, self.got = super().splits(counts, received)
-        return self.sent, self.got
 
 
 def test_stashed_sizes_are_read_by_the_one_read(fake_ranks):
@@ -280,13 +273,6 @@ def test_auto_without_static_sizes_follows_the_rule_and_changes_no_bit(fake_rank
         assert report.applied == ("region 0",)
     else:
         assert reason(program, x, dispatch="auto") is expected
-
-
-class Centred(GroupedExperts):
-    """Its experts subtract a mean over all rows received."""
-
-    def experts(self, rows, received):
-        return super().experts(rows - rows.mean(0), received)
 
 
 class ReadsResult(Around):
