@@ -117,16 +117,3 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x * scale)
         return x * scale
-
-
-class RecomputedStack(nn.Module):
-    """Two blocks, each inside a checkpoint of its own."""
-
-    def __init__(self, layer, dtype=torch.float32):
-        super().__init__()
-        self.blocks = nn.ModuleList(Recomputed(layer, dtype, seed=seed) for seed in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x

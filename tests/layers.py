@@ -80,6 +80,21 @@ class GroupedExperts(Routed):
         return torch.zeros_like(out).index_copy(0, perm, out)
 
 
+class Centred(GroupedExperts):
+    """Subtracts the mean over all rows received: they are not independent, nothing is chunked."""
+
+    def experts(self, rows, received):
+        return super().experts(rows - rows.mean(0), received)
+
+
+class KeepsSplits(GroupedExperts):
+    """Stashes its split sizes on the module, as torchtitan does."""
+
+    def splits(self, counts, received):
+        self.sent, self.got = super().splits(counts, received)
+        return self.sent, self.got
+
+
 class LoopExperts(Routed):
     """One Python loop over experts; rows split by a list of counts."""
 

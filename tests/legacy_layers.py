@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.layers import GroupedExperts, LoopExperts, Routed
+from tests.layers import GroupedExperts, Routed
 
 
 class BackwardByItself(torch.autograd.Function):
@@ -31,26 +31,6 @@ class BackwardByItself(torch.autograd.Function):
     def backward(ctx, *gradient):
         apply = BackwardByItself.apply
         return None, apply(ctx.group, *gradient, ctx.sent, ctx.got), None, None
-
-
-class WrittenTwice(torch.autograd.Function):
-    """Both directions written out; the backward's memory is shaped like a saved tensor."""
-
-    @staticmethod
-    def forward(ctx, rows, got, sent, group):
-        assert sum(sent) == rows.shape[0]
-        ctx.save_for_backward(rows)
-        ctx.splits, ctx.group = (got, sent), group
-        out = torch.empty((sum(got), rows.shape[1]), dtype=rows.dtype, device=rows.device)
-        dist.all_to_all_single(out, rows.contiguous(), got, sent, group)
-        return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (rows,), (got, sent) = ctx.saved_tensors, ctx.splits
-        out = torch.zeros_like(rows)
-        dist.all_to_all_single(out, gradient.contiguous(), sent, got, group=ctx.group)
-        return out, None, None, None
 
 
 def swapped(tensor, got, sent, group):
@@ -96,38 +76,11 @@ class Megatron(Legacy, GroupedExperts):
     """Megatron-Core's function, grouped products."""
 
 
-class DeepSpeed(Legacy, LoopExperts):
-    """A function written out both ways, a loop over experts, ones added to zeros in place."""
-
-    def tally(self, flat):
-        counts = torch.zeros(self.num_experts, dtype=torch.int32)
-        counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))
-        return counts
-
-    def exchange(self, rows, got, sent):
-        return WrittenTwice.apply(rows, got, sent, self.group)
-
-
 class Bincount(Megatron):
     """Counts by bincount."""
 
     def tally(self, flat):
         return torch.bincount(flat, minlength=self.num_experts)
-
-
-class Unique(Megatron):
-    """Counts of those experts that were chosen at all, by unique."""
-
-    def tally(self, flat):
-        experts, counts = torch.unique(flat, return_counts=True)
-        return flat.new_zeros(self.num_experts).index_put((experts,), counts)
-
-
-class WherePerExpert(Megatron):
-    """Rows found expert by expert."""
-
-    def order(self, flat):
-        return torch.cat([torch.where(flat == e)[0] for e in range(self.num_experts)])
 
 
 class RepeatedLabels(Megatron):

@@ -27,18 +27,11 @@ from moe_compile.runtime import agree_on_machine, agreement
 from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 from passes.rewrite_regions import RewriteRegions
-from tests.layers import WAIT, GroupedExperts
+from tests.layers import WAIT, Centred, GroupedExperts
 
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
 WIDTH = 16
 TIMEOUT_S = 20
-
-
-class CentredExperts(GroupedExperts):
-    """Subtracts the mean over all rows received: rows are not independent, nothing is chunked."""
-
-    def experts(self, rows, received):
-        return super().experts(rows - rows.mean(0, keepdim=True), received)
 
 
 def compiled(layer, **more):
@@ -72,7 +65,7 @@ def run_steps(rank, style, tokens, **more):
 
 
 def bodies_differ(rank, codegen):
-    style, before = (GroupedExperts, CentredExperts)[rank], len(REPORT.compilations)
+    style, before = (GroupedExperts, Centred)[rank], len(REPORT.compilations)
     ran = run_steps(rank, style, (8, 12 + rank, 9), codegen=codegen)
     regions = [region for c in REPORT.compilations[before:] for region in c.regions]
     return *ran, {(region.verdict, region.num_chunks) for region in regions}
@@ -92,7 +85,7 @@ def compilation_as_written_fails(rank):
     """The bodies differ; rank 1 cannot compile what it wrote. Another program follows."""
     compile_whole = AsWritten.compile
     failing = mock.Mock(side_effect=AssertionError("out of symbols"))
-    style = (GroupedExperts, CentredExperts)[rank]
+    style = (GroupedExperts, Centred)[rank]
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(warnings_of("moe_compile"))
         if rank == 1:
@@ -117,7 +110,7 @@ def second_layers_differ(rank, late):
     torch._dynamo.reset()
     group = dist.new_group()
     layers = [GroupedExperts(WIDTH, 24, 8, 2, group)]
-    layers += [(GroupedExperts, CentredExperts)[rank](WIDTH, 32, 8, 2, group)]
+    layers += [(GroupedExperts, Centred)[rank](WIDTH, 32, 8, 2, group)]
     before, alike = len(executed_records()), []
     torch.manual_seed(0)
     x = torch.randn(8, WIDTH, dtype=torch.bfloat16)
@@ -300,7 +293,7 @@ def test_a_rank_without_tokens_exchanges_again_what_the_others_do(two_ranks, rec
         assert alike == [True] * 2
 
 
-class CentredBySize(CentredExperts):
+class CentredBySize(Centred):
     """Mixes rows unless there are five tokens."""
 
     def forward(self, x):
@@ -444,13 +437,20 @@ def keep_what_rank_zero_saw(rank, path):
     path.write_text(f"{waited}\n{message}")
 
 
-def four_with_two_axes(rank, other):
-    """Each rank exchanges with one and sums with another; the body of rank `other` differs."""
+def four_with_two_axes(rank, other, are_both_exchanges=False):
+    """Each rank exchanges with one and sums, or exchanges, with another; a body of `other` differs.
+
+    Return whether values are eager's, and how many graphs were recorded.
+    """
     torch._dynamo.reset()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    style = CentredExperts if rank == other else GroupedExperts
-    layer = SummedOver(style(WIDTH, 24, 8, 2, rows[rank // 2]), columns[rank % 2])
+    style, column = Centred if rank == other else GroupedExperts, columns[rank % 2]
+    layer = style(WIDTH, 24, 8, 2, rows[rank // 2])
+    if are_both_exchanges:
+        layer = torch.nn.Sequential(layer, GroupedExperts(WIDTH, 24, 8, 2, column))
+    else:
+        layer = SummedOver(layer, column)
     x = torch.randn(8, WIDTH, dtype=torch.bfloat16)
     before = len(executed_records())
     pairs = zip(step(compiled(layer), x), step(layer, x), strict=True)
@@ -477,26 +477,10 @@ def test_ranks_decide_with_those_they_exchange_with_only(four_ranks):
     assert [num_records > 0 for _, num_records in found] == [True, True, False, False]
 
 
-def four_with_experts_on_two_axes(rank, other):
-    """Each rank exchanges with two others in turn; a body of rank `other` differs."""
-    torch._dynamo.reset()
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    style = CentredExperts if rank == other else GroupedExperts
-    layer = torch.nn.Sequential(
-        style(WIDTH, 24, 8, 2, rows[rank // 2]),
-        GroupedExperts(WIDTH, 24, 8, 2, columns[rank % 2]),
-    )
-    x = torch.randn(8, WIDTH, dtype=torch.bfloat16)
-    before = len(executed_records())
-    pairs = zip(step(compiled(layer), x), step(layer, x), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs), len(executed_records()) - before
-
-
 @pytest.mark.slow
 def test_ranks_that_exchanges_connect_decide_together(four_ranks):
     """Rank 0 exchanges with neither 3 nor what differs there, yet must not stay rewritten."""
-    assert four_ranks.run(four_with_experts_on_two_axes, 3) == [(True, 0)] * 4
+    assert four_ranks.run(four_with_two_axes, 3, True) == [(True, 0)] * 4
 
 
 class SumsOneNumber(SummedOver):
@@ -567,13 +551,3 @@ def test_a_process_group_made_anew_is_agreed_in_anew(two_ranks):
     for alike, num_records in two_ranks.run(start_anew):
         assert alike == [True] * 5
         assert num_records > 0
-
-
-def raise_on(rank, unlucky):
-    if rank == unlucky:
-        raise ValueError(f"from rank {rank}")
-
-
-def test_the_pool_names_the_rank_that_failed(two_ranks):
-    with pytest.raises(RankFailure, match=r"rank 1:\n(.|\n)*from rank 1"):
-        two_ranks.run(raise_on, 1)

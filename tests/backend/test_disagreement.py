@@ -15,8 +15,8 @@ from moe_compile.errors import RankDisagreement
 from moe_compile.runtime.agreement import current_agreement
 from moe_compile.runtime.watcher import EXIT_STATUS
 from moe_compile.testing.rank_pool import RankFailure, RankPool
-from tests.backend.test_agreement import OPTIONS, CentredExperts, compiled
-from tests.layers import GroupedExperts
+from tests.backend.test_agreement import OPTIONS, compiled
+from tests.layers import Centred, GroupedExperts
 
 NOTICED_S = 10
 
@@ -190,7 +190,7 @@ def test_a_cut_through_what_others_run_rewritten_ends_every_rank(tmp_path):
 def change_the_body_alone(rank, path):
     write_down_the_end(path, rank)
     layer = GroupedExperts(16, 24, 8, 2, dist.group.WORLD)
-    other = CentredExperts(16, 24, 8, 2, dist.group.WORLD)
+    other = Centred(16, 24, 8, 2, dist.group.WORLD)
     x = torch.randn(8, 16, dtype=torch.bfloat16)
     ours, theirs = compiled(layer), compiled(other)
     ours(x)

@@ -36,12 +36,6 @@ class InLists(Megatron):
         return torch.cat(outs)
 
 
-class OfDistributedNN(Megatron):
-    def exchange(self, rows, got, sent):
-        out = rows.new_empty(sum(got), rows.shape[1])
-        return distributed_nn.all_to_all_single(out, rows, got, sent, group=self.group)
-
-
 class PrintsBetween(LoopExperts):
     def experts(self, rows, received):
         print("experts")  # noqa: T201  (it breaks the graph)

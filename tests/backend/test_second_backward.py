@@ -5,15 +5,8 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.errors import SecondOrderGradient
-from tests.layers import GroupedExperts
+from tests.layers import Centred, GroupedExperts
 from tests.slow_parameters import slow_but
-
-
-class MeanFree(GroupedExperts):
-    """Subtracts the mean over all rows received: nothing is rewritten, and host reads are kept."""
-
-    def experts(self, rows, received):
-        return super().experts(rows - rows.mean(0, keepdim=True), received)
 
 
 def once(layer, function, x):
@@ -80,14 +73,14 @@ def differing_forms(rank, style, codegen):
     return differing
 
 
-@pytest.mark.parametrize("style", slow_but([GroupedExperts], [GroupedExperts, MeanFree]))
+@pytest.mark.parametrize("style", slow_but([GroupedExperts], [GroupedExperts, Centred]))
 def test_every_form_of_a_second_backward_has_the_values_of_eager(two_ranks, style):
     """'compiled with non-empty donated buffers': sizes that are read have it compiled ahead."""
     assert two_ranks.run(differing_forms, style, "fx") == [[], []]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", [GroupedExperts, MeanFree])
+@pytest.mark.parametrize("style", [GroupedExperts, Centred])
 def test_code_of_inductor_keeps_what_was_saved(two_ranks, style):
     assert two_ranks.run(differing_forms, style, "inductor") == [[], []]
 

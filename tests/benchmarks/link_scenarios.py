@@ -64,41 +64,26 @@ def _exchange(link, rows, width=4):
     return LAUNCH(x, splits, splits, link.group_name)
 
 
-def one_exchange(rank, link, began):
-    WAIT(_exchange(link, 25))
+def in_turn(rank, link, began, steps):
+    """Do `steps`, and return when each wait ended.
 
-
-def two_exchanges(rank, link, began):
-    first, second = _exchange(link, 25), _exchange(link, 25)
-    WAIT(first)
-    after_first = link.wire.clock.now() - began
-    WAIT(second)
-    return after_first
-
-
-def two_waited_backwards(rank, link, began):
-    first, second = _exchange(link, 25), _exchange(link, 25)
-    WAIT(second)
-    after_second = link.wire.clock.now() - began
-    WAIT(first)
-    return after_second
-
-
-def compute_between(rank, link, began):
-    sent = _exchange(link, 25)
-    link.wire.clock.time += 0.75
-    WAIT(sent)
-
-
-def long_compute_between(rank, link, began):
-    sent = _exchange(link, 25)
-    link.wire.clock.time += 5.0
-    WAIT(sent)
-
-
-def late_rank(rank, link, began):
-    link.wire.clock.time += 3.0 * rank
-    WAIT(_exchange(link, 25))
+    A step launches an exchange or a gather of 100 bytes for the other rank, computes for so many
+    seconds of each rank, or waits for the launch of its number.
+    """
+    flying, ends = [], []
+    for step in steps:
+        if step == "exchange":
+            flying.append(_exchange(link, 25))
+        elif step == "gather":
+            flying.append(
+                all_gather_tensor_autograd(torch.zeros(25, 4, dtype=torch.uint8), 0, link)
+            )
+        elif isinstance(step, tuple):
+            link.wire.clock.time += step[rank]
+        else:
+            WAIT(flying[step])
+            ends.append(link.wire.clock.now() - began)
+    return ends
 
 
 def uneven(rank, link, began):
@@ -114,11 +99,6 @@ def uneven(rank, link, began):
 def empty(rank, link, began):
     x = torch.zeros(0, 4)
     return len(WAIT(LAUNCH(x, [0, 0], [0, 0], link.group_name)))
-
-
-def even_by_default(rank, link, began):
-    x = torch.arange(8, dtype=torch.uint8) + 100 * rank
-    return WAIT(LAUNCH(x, [4, 4], [4, 4], link.group_name)).tolist()
 
 
 def gradient(rank, link, began):
@@ -139,14 +119,6 @@ def reduce(rank, link, began):
     """25 rows of 4 bytes for each rank."""
     x = (torch.arange(25.0 * link.size()) * (rank + 1)).view(-1, 1)
     return WAIT(reduce_scatter_tensor_autograd(x, "sum", 0, link)).flatten().tolist()
-
-
-def gather_then_exchange(rank, link, began):
-    x = torch.zeros(25, 4, dtype=torch.uint8)
-    gathered = all_gather_tensor_autograd(x, 0, link)
-    exchanged = _exchange(link, 25)
-    WAIT(exchanged)
-    WAIT(gathered)
 
 
 def gathered_gradient(rank, link, began):

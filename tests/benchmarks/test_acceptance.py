@@ -103,10 +103,6 @@ def test_what_only_one_run_has_differs():
     assert differences({"a": nan}, {"a": one})
 
 
-def test_names_are_unique():
-    assert len({case.name for case in CASES}) == len(CASES)
-
-
 @pytest.fixture(scope="module")
 def measured(two_ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("measures")

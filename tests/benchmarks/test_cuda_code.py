@@ -22,7 +22,6 @@ from benchmarks.cuda.findings import _order, findings_in
 from benchmarks.cuda.in_flight import faults
 from benchmarks.cuda.letters import graph_letters
 from benchmarks.cuda.wrapper import read_wrapper
-from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import C10D
 
 KERNELS = '''
@@ -304,18 +303,6 @@ def test_programs_cover_every_pair_of_what_they_differ_in():
     assert len(plain) == 12
     for name, values in (("is_checkpointed", (False, True)), ("tp", (1, 2))):
         assert pairs("block", name) == {(block, value) for block in blocks for value in values}
-
-
-def test_programs_in_parts_and_hops_must_run_so():
-    *_, parts, hops, both = PROGRAMS
-    assert [(p.parts, p.hop_slices, p.wire) for p in (parts, hops, both)] == [
-        (2, 0, "same"), (1, 1, "same"), (2, 4, "fp8"),
-    ]  # fmt: skip
-    assert both.name == "deepseek-671b-ep64-checkpoint-tp2-parts2-hops4-fp8"
-    config = MegaMoEConfig(**both.options)
-    assert (config.batch_parts, config.nodes, config.hop_slices) == (2, "rounded", 4)
-    assert (config.dispatch_wire, config.combine_wire) == ("fp8", "fp8")
-    assert all(p.options["strict"] and p.options["equal_tokens"] for p in (parts, hops, both))
 
 
 def test_the_same_torch_elsewhere_has_a_device_of_its_own(tmp_path):

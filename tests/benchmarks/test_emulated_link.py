@@ -1,6 +1,7 @@
 """The link takes the time it states, hides what it should, and moves the right bytes."""
 
 import math
+from functools import partial
 
 import pytest
 
@@ -28,56 +29,39 @@ def times(results):
     return [time for _, time, _, _ in results]
 
 
-def test_one_exchange_takes_latency_plus_bytes_over_bandwidth(ranks):
-    results = play(ranks, scenarios.one_exchange)
-    assert times(results) == [1.5, 1.5]
-    assert results[0][2:] == (100, 1)
+IN_TURN = {
+    "one takes latency plus bytes over bandwidth": (("exchange", 0), [1.5]),
+    "two follow one another": (("exchange", "exchange", 0, 1), [1.5, 3.0]),
+    "waiting in another order changes nothing": (("exchange", "exchange", 1, 0), [3.0, 3.0]),
+    "of other kinds too": (("gather", "exchange", 1, 0), [3.0, 3.0]),
+    "compute between launch and wait is hidden": (("exchange", (0.75, 0.75), 0), [1.5]),
+    "longer compute hides it all": (("exchange", (5.0, 5.0), 0), [5.0]),
+    "one starts when the last rank posts": (((0.0, 3.0), "exchange", 0), [4.5]),
+}
+"""Steps of both ranks -> when each wait ends."""
 
 
-def test_two_exchanges_follow_one_another(ranks):
-    results = play(ranks, scenarios.two_exchanges)
-    assert times(results) == [3.0, 3.0]
-    assert [first for first, *_ in results] == [1.5, 1.5]
-
-
-def test_waiting_in_another_order_changes_nothing(ranks):
-    results = play(ranks, scenarios.two_waited_backwards)
-    assert times(results) == [3.0, 3.0]
-    assert [second for second, *_ in results] == [3.0, 3.0]
-
-
-def test_compute_between_launch_and_wait_is_hidden(ranks):
-    assert times(play(ranks, scenarios.compute_between)) == [1.5, 1.5]
-
-
-def test_compute_longer_than_the_exchange_hides_it_all(ranks):
-    assert times(play(ranks, scenarios.long_compute_between)) == [5.0, 5.0]
-
-
-def test_an_exchange_starts_when_the_last_rank_posts(ranks):
-    assert times(play(ranks, scenarios.late_rank)) == [4.5, 4.5]
+@pytest.mark.parametrize("name", IN_TURN)
+def test_exchanges_end_when_the_link_has_carried_them(ranks, name):
+    steps, ends = IN_TURN[name]
+    results = play(ranks, partial(scenarios.in_turn, steps=steps))
+    assert [found for found, *_ in results] == [ends] * 2
+    assert times(results) == [ends[-1]] * 2
+    assert results[0][2:] == (100 * len(ends), len(ends))
 
 
 def test_an_infinite_link_takes_no_time(ranks):
-    assert times(play(ranks, scenarios.two_exchanges, 0.0, math.inf)) == [0.0, 0.0]
+    two = partial(scenarios.in_turn, steps=IN_TURN["two follow one another"][0])
+    assert times(play(ranks, two, 0.0, math.inf)) == [0.0, 0.0]
 
 
-def test_what_a_rank_keeps_is_free_and_directions_do_not_add(ranks):
+def test_uneven_rows_arrive_where_they_belong_what_a_rank_keeps_for_free(ranks):
     results = play(ranks, scenarios.uneven)
     assert times(results) == [4.5, 4.5]  # 400 bytes one way; 40 the other way beside them
-
-
-def test_uneven_rows_arrive_where_they_belong(ranks):
-    results = play(ranks, scenarios.uneven)
     assert results[0][0] == [[0, i, 0, 0] for i in range(7)] + [[1, i, 1, 1] for i in range(10)]
     assert results[1][0] == [[0, 7 + i, 0, 0] for i in range(100)] + [
         [1, 10 + i, 1, 1] for i in range(50)
     ]
-
-
-def test_even_rows_arrive_where_they_belong(ranks):
-    results = play(ranks, scenarios.even_by_default)
-    assert results[0][0] == [0, 1, 2, 3, 100, 101, 102, 103]
 
 
 def test_an_empty_exchange_costs_latency(ranks):
@@ -103,12 +87,6 @@ def test_of_a_scattered_sum_what_others_get_crosses(ranks):
     assert times(results) == [1.5, 1.5]  # 200 bytes summed, of which the other rank gets 100
     assert results[0][2:] == (100, 1)
     assert results[1][0] == [3.0 * value for value in range(25, 50)]
-
-
-def test_collectives_of_all_kinds_follow_one_another(ranks):
-    results = play(ranks, scenarios.gather_then_exchange)
-    assert times(results) == [3.0, 3.0]
-    assert results[0][3] == 2
 
 
 def test_the_gradient_of_a_gather_is_a_scattered_sum(ranks):

@@ -1,8 +1,6 @@
 """Every bar of the check on one GPU holds of what is right, and is missed for one seeded fault."""
 
-import json
 import subprocess
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,22 +12,8 @@ from benchmarks.gpu.bars import BARS
 from benchmarks.gpu.host_copies import TO_HOST, judge_events
 from benchmarks.gpu.layer_check import Reference, _judge_errors, _judge_order
 from benchmarks.gpu.layer_step import GPU_VARIANTS, CodeOrder
-from moe_compile.check.sections import Record
 from moe_compile.check.tables import judge
-
-
-@pytest.fixture
-def record(tmp_path):
-    return Record(path=tmp_path / "section.json", deadline=time.monotonic() + 900)
-
-
-def failures(record):
-    return [one["what"] for one in json.loads(record.path.read_text())["failures"]]
-
-
-def section(*rows, failures=(), skipped=(), is_complete=True):
-    told = {"failures": list(failures), "skipped": list(skipped), "is_complete": is_complete}
-    return {"rows": list(rows) or [{}], **told}
+from tests.benchmarks.sections import FAILED, check_bar, failures, section
 
 
 def layer(four_s):
@@ -55,7 +39,6 @@ def copies(share):
     return section(*({"rows": rows, "fraction_of_copy": reached} for rows, reached in found))
 
 
-FAILED = section(failures=[{"what": "one", "why": "wrong"}])
 SEEDED = {
     "quantised rows equal plain PyTorch": (section(), FAILED),
     "quantised rows at 0.7 of a copy's bandwidth": (copies(0.71), copies(0.69)),
@@ -72,12 +55,7 @@ SEEDED = {
 
 @pytest.mark.parametrize(("name", "what"), [bar[:2] for bar in BARS])
 def test_a_bar_holds_and_is_missed_and_is_open(name, what):
-    right, wrong = SEEDED[what]
-    found = [
-        next(bar.holds for bar in judge({name: one}, BARS) if bar.what == what)
-        for one in (right, wrong, section(is_complete=False), {})
-    ]
-    assert found == [True, False, None, None]
+    check_bar(BARS, name, what, SEEDED)
 
 
 def test_a_bar_whose_variants_were_skipped_is_open():

@@ -26,14 +26,9 @@ from benchmarks.gpu.row_ops import ROW_OPS
 from benchmarks.gpu.sizes import H200, PROMISED_S, SMOKE
 from benchmarks.link.link_model import LinkRate
 from moe_compile.check.limited_process import run_limited
-from moe_compile.check.sections import ALIKE, LONGEST_S, Record, passed_before, write_json
+from moe_compile.check.sections import ALIKE, LONGEST_S, passed_before, write_json
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def record(tmp_path):
-    return Record(path=tmp_path / "section.json", deadline=time.monotonic() + 900)
 
 
 def on_disk(record):

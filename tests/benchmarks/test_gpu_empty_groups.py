@@ -1,23 +1,11 @@
 """The check of groups without rows passes on a processor, and fails where memory is not written."""
 
-import json
-import time
-
 import pytest
 import torch
 
 from benchmarks.gpu import empty_groups
 from benchmarks.gpu.sizes import SMOKE
-from moe_compile.check.sections import Record
-
-
-@pytest.fixture
-def record(tmp_path):
-    return Record(path=tmp_path / "section.json", deadline=time.monotonic() + 900)
-
-
-def failures(record):
-    return [one["what"] for one in json.loads(record.path.read_text())["failures"]]
+from tests.benchmarks.sections import failures
 
 
 def test_products_of_groups_without_rows_are_right_here(record):

@@ -20,9 +20,9 @@ from benchmarks.node.recipes import STEPS, judge_losses, most_off
 from benchmarks.node.sizes import PROMISED_S
 from benchmarks.node.summary import BARS
 from moe_compile.check.limited_process import run_ranks
-from moe_compile.check.sections import LONGEST_S, Record, read_section
-from moe_compile.check.tables import judge
+from moe_compile.check.sections import LONGEST_S, read_section
 from moe_compile.hardware.profile import load_profile
+from tests.benchmarks.sections import FAILED, check_bar, failures, section
 from torchtitan_integration.launch import ON_GPUS
 
 ROOT = Path(__file__).parents[2]
@@ -65,11 +65,6 @@ def test_a_section_goes_on_in_new_processes_behind_the_item_in_which_a_rank_died
     assert (tmp_path / "links_rank1_again1.log").exists()
 
 
-def section(*rows, failures=(), skipped=(), is_complete=True):
-    told = {"failures": list(failures), "skipped": list(skipped), "is_complete": is_complete}
-    return {"rows": list(rows) or [{}], **told}
-
-
 def two_numbers(contention, slowdown):
     rows = (
         {"budget": said_of(OWN), "contention": contention, "overlap_slowdown": slowdown},
@@ -98,7 +93,6 @@ def exposed(predicted):
     return section({"variant": "megamoe N=2", **times}, {"variant": "inductor", "predicted": {}})
 
 
-FAILED = section(failures=[{"what": "one", "why": "wrong"}])
 SEEDED = {
     "a product beside an exchange slows by 0.3 at most": (
         two_numbers(0.29, 0.0), two_numbers(0.31, 0.0),
@@ -118,21 +112,7 @@ SEEDED = {
 
 @pytest.mark.parametrize(("name", "what"), [bar[:2] for bar in BARS])
 def test_a_bar_holds_and_is_missed_and_is_open(name, what):
-    right, wrong = SEEDED[what]
-    found = [
-        next(bar.holds for bar in judge({name: one}, BARS) if bar.what == what)
-        for one in (right, wrong, section(is_complete=False), {})
-    ]
-    assert found == [True, False, None, None]
-
-
-@pytest.fixture
-def record(tmp_path):
-    return Record(path=tmp_path / "section.json", deadline=time.monotonic() + 900)
-
-
-def failures(record):
-    return [one["what"] for one in read_section(record.path.parent, "section")["failures"]]
+    check_bar(BARS, name, what, SEEDED)
 
 
 def test_a_product_that_the_exchange_did_not_outlast_fails(record):

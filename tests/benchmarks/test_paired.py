@@ -25,17 +25,6 @@ def test_no_measurement_is_an_error():
         estimate([])
 
 
-def test_one_outlier_among_many_does_not_move_the_median():
-    result = estimate([1.0] * 20 + [100.0])
-    assert (result.median, result.high) == (1.0, 1.0)
-
-
-def test_spread_widens_the_interval():
-    narrow = estimate([1.0 + 0.001 * i for i in range(21)])
-    wide = estimate([1.0 + 0.1 * i for i in range(21)])
-    assert wide.high - wide.low > 10 * (narrow.high - narrow.low)
-
-
 def test_a_known_sample_gives_an_interval_as_wide_as_order_statistics_say():
     """95 % for the median of 1..21: ranks 6 and 16 by the binomial; the bootstrap is within one."""
     result = estimate([float(i) for i in range(1, 22)])

@@ -93,11 +93,6 @@ def test_a_failed_variant_has_rows_that_say_why():
     assert row["other", "1:1"].ms is None
 
 
-def test_a_failed_reordered_baseline_leaves_its_ratio_empty():
-    failed = {"inductor": outcome(2.0, linked=4.0), "inductor reorder": Outcome(error="no")}
-    assert rows(**failed)["inductor", "1:1"].vs_inductor_reorder is None
-
-
 def test_saved_compute_is_not_taken_for_overlap():
     measured = {"inductor": outcome(2.0, linked=4.0), "other": outcome(1.8, linked=2.0)}
     (warning,) = warnings_of(rows_of(JOB, result(**measured)))

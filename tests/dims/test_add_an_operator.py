@@ -10,10 +10,11 @@ import torch
 from moe_compile.dims import operators
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.kernel_bits import KernelBits, bits_by
+from moe_compile.testing.programs.grammar import Capacity
 from passes.pipeline import DYNAMO, run_level
-from tests.capacity_layers import GShardEinsum
 from tests.capture import dynamo_graphs, state
 from tests.dims import test_operator_rules
+from tests.layer_programs import layer_of
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "add-an-operator.md").read_text()
 RULE, ENTRY, SAMPLE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -44,15 +45,10 @@ def added():
     operators.rule_of.cache_clear()
 
 
-class Centered(GShardEinsum):
-    """Rows travel without their means."""
-
-    def exchange(self, x):
-        return super().exchange(torch.ops.example.center_rows(x))
-
-
-def rewritten(group):
-    layer = Centered(16, 24, 4, 2, 1.0, group)
+def rewritten():
+    """Return what is rewritten where rows travel without their means, and what is left."""
+    sent = "sent.contiguous()"
+    layer = layer_of(Capacity(local=4, top_k=2), sent, f"torch.ops.example.center_rows({sent})")
     (gm,) = dynamo_graphs(layer, torch.randn(32, 16, requires_grad=True))
     ours = state(chunks=2)
     with bits_by(KernelBits()):  # as users have it
@@ -61,14 +57,14 @@ def rewritten(group):
 
 
 def test_without_a_rule_the_region_is_left_and_says_which_operator_it_runs(fake_ranks):
-    applied, (left,), _ = rewritten(fake_ranks)
+    applied, (left,), _ = rewritten()
     assert applied == () and left.reason is Reason.EXPERTS_LOST
     said = re.search(r"```text\n(.*?)\n```", PAGE)[1]
     assert left.detail.endswith(said)
 
 
 def test_with_the_rule_of_the_page_the_region_runs_in_chunks(fake_ranks, added):
-    applied, left, graph = rewritten(fake_ranks)
+    applied, left, graph = rewritten()
     assert applied == ("region 0",) and left == ()
     _, *of_chunks = (n for n in graph.nodes if "center_rows" in str(n.target))
     assert len(of_chunks) == 2

@@ -147,11 +147,6 @@ def few_kv_heads(kv_heads, ranks):
 
 
 @pytest.mark.slow
-def test_one_kv_head_on_two_ranks_equals_eager(two_devices):
-    check(two_devices, few_kv_heads(1, 2), RepeatedKVAttention)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_fewer_kv_heads_than_four_ranks_equal_eager(four_devices, kv_heads):
     check(four_devices, few_kv_heads(kv_heads, 4), RepeatedKVAttention)

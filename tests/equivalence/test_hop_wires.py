@@ -17,7 +17,12 @@ from tests.dispatch_layers import (
     Unweighted,
 )
 from tests.equivalence.test_layers import build, inputs
-from tests.equivalence.test_sums_on_nodes import recorded, sums, terms
+from tests.equivalence.test_sums_on_nodes import (
+    beside_eager,
+    in_the_order_stated,
+    sums,
+    terms,
+)
 from tests.equivalence.test_two_hops import (
     EMPTY,
     NODES,
@@ -142,23 +147,6 @@ def test_parts_change_no_bit(fresh_nodes, style, axis, num_parts):
 # --- sums on the nodes ---------------------------------------------------------------------------
 
 
-def stated(values, kept, case, num_nodes):
-    """Return sums per token, of rows and of nodes in eight bits, by expert and then by node."""
-    chosen, by_expert = kept["chosen"].sort(1)
-    slots = torch.empty_like(values)
-    slots[kept["order"]] = in_eight_bits(values)
-    slots = slots.view(-1, case.top_k, case.width)
-    total = torch.zeros((len(slots), case.width))
-    for node in range(num_nodes):
-        on_node = torch.zeros_like(total)
-        for slot in range(case.top_k):
-            rows = slots[torch.arange(len(slots)), by_expert[:, slot]].float()
-            is_there = chosen[:, slot] * num_nodes // case.num_experts == node
-            on_node += torch.where(is_there[:, None], rows, 0)
-        total += in_eight_bits(on_node.to(values.dtype)).float()
-    return total.to(values.dtype)
-
-
 def largest(values):
     """Return the largest magnitude of the block of 128 columns that a number is in."""
     blocks = values.abs().split(BLOCK, dim=1)
@@ -179,34 +167,17 @@ def wrong_sums(tensors, kept, case, style, num_nodes):
         if (error > bound).any():
             left.append(f"{name}: {(error / bound).max():.2f} of the bound")
         rounded = values[name].float().to(case.dtype)
-        if not torch.equal(tensor, stated(rounded, kept, case, num_nodes)):
+        stated = in_the_order_stated(rounded, kept, case, num_nodes, packed=in_eight_bits)
+        if not torch.equal(tensor, stated):
             left.append(f"{name}: in another order")
     return left
 
 
 def beyond_bound(rank, case, style, wires):
     """Return which sums and gradients of a compiled step are not as they should be."""
-    torch._dynamo.reset()
-    eager = build(case, recorded(hops_eagerly(style, *wires, rounds=True)))
-    other = build(case, recorded(style))
-    options = asked(wires, nodes="rounded")
-    compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=options)
-    ((x, gradient),) = inputs(case, rank)
-    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
-    eager.kept = {}
-    eager(theirs).backward(gradient)
-    with in_two_hops() as left:
-        output = compiled(mine)
-        output.backward(gradient)
-    tensors = {"output": output.detach(), "input": mine.grad}
-    left += wrong_sums(tensors, eager.kept, case, style, NODES)
-    for name in ("w1", "w2", "w3"):
-        if not torch.equal(getattr(eager, name).grad, getattr(other, name).grad):
-            left.append(f"gradient of {name}")
-    wrong = (eager.router.grad - other.router.grad).float().norm()
-    if wrong > 2**-6 * eager.router.grad.float().norm():
-        left.append("gradient of the router")
-    return left
+    eager, options = hops_eagerly(style, *wires, rounds=True), asked(wires, nodes="rounded")
+    left, tensors, kept = beside_eager(rank, case, eager, style, options)
+    return left + wrong_sums(tensors, kept, case, style, NODES)
 
 
 @pytest.mark.slow
@@ -216,35 +187,6 @@ def test_sums_on_nodes_stay_within_the_bound(fresh_nodes, style, top_k, width):
     """And are packed as stated: rows inside the node, then the sums of nodes."""
     case = a_case(style, TOKENS, top_k=top_k, width=width)
     check(fresh_nodes.run(beyond_bound, case, style, BOTH))
-
-
-def in_parts(rank, case, style, options):
-    """Return output and gradients by sums on the nodes."""
-    torch._dynamo.reset()
-    layer = build(case, style)
-    settings = asked(BOTH, nodes="rounded", **options)
-    compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=settings)
-    ((x, gradient),) = inputs(case, rank)
-    x.requires_grad_()
-    with in_two_hops(options.get("chunks", 1)) as left:
-        output = compiled(x)
-        output.backward(gradient)
-    assert not left, left
-    named = layer.named_parameters()
-    return {"output": output.detach(), "input": x.grad, **{name: p.grad for name, p in named}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", ["experts", "tokens"])
-def test_parts_change_no_bit_of_sums_on_nodes(fresh_nodes, axis):
-    case = a_case(InOrder, EMPTY, num_experts=12, top_k=5)
-    results = []
-    for options in ({}, {"chunks": 2, "chunk_by": axis}):
-        fresh_nodes.regroup()  # programs of one place would have two plans, and run as written
-        fresh_nodes.run(seat, NODES)
-        results.append(fresh_nodes.run(in_parts, case, InOrder, options))
-    for one, other in zip(*results, strict=True):
-        assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 # --- bytes ---------------------------------------------------------------------------------------

@@ -3,28 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from moe_compile.report.process_report import REPORT
-from moe_compile.testing.equivalence import differing_tensors
 from tests import legacy_layers as layers
 
-STYLES = (
-    layers.Megatron, layers.DeepSpeed, layers.Unique, layers.WherePerExpert, layers.RepeatedLabels,
-)  # fmt: skip
 TOKENS = (9, 14)
-
-
-class Checkpointed(nn.Module):
-    """A layer in `torch.utils.checkpoint`, of other sizes: another program than the layer bare."""
-
-    def __init__(self, style):
-        super().__init__()
-        self.layer = make(style, 64)
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False)
 
 
 def make(style, hidden=32):
@@ -34,30 +17,6 @@ def make(style, hidden=32):
 def inputs(rank):
     own = torch.Generator().manual_seed(rank)
     return [tuple(torch.randn(TOKENS[rank], 16, generator=own).bfloat16() for _ in range(2))]
-
-
-def run(rank, style, wrap=make):
-    """Return what differs from eager, and what became of the layer."""
-    torch._dynamo.reset()
-    known = len(REPORT.compilations)
-    options = {"megamoe.chunks": 2, "megamoe.strict": True}
-    differing = differing_tensors(lambda: wrap(style), inputs(rank), options)
-    return differing, [r.verdict for c in REPORT.compilations[known:] for r in c.regions]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-def test_every_style_is_chunked_and_equals_eager(two_ranks, style):
-    for differing, verdicts in two_ranks.run(run, style):
-        assert differing == []
-        assert verdicts == ["chunked"]
-
-
-@pytest.mark.slow
-def test_under_checkpoint_too(two_ranks):
-    for differing, verdicts in two_ranks.run(run, layers.Megatron, Checkpointed):
-        assert differing == []
-        assert verdicts == ["chunked"]
 
 
 def run_without_gradients(rank):

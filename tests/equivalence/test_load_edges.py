@@ -1,17 +1,12 @@
 """Chunks whose experts follow from the rows they have equal eager bit for bit."""
 
-import dataclasses
-import json
-
 import pytest
 import torch
 
-from moe_compile.hardware.profile import RATES
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import Routing
 from tests.equivalence.test_layers import build, inputs, one_case
 from tests.layers import GroupedExperts
-from tests.passes.test_load_edges import BUSY
 from tests.slow_parameters import slow_but
 
 
@@ -43,33 +38,6 @@ SHOWN = (Routing.FIRST_RANK,)
 @pytest.mark.parametrize("routing", slow_but(SHOWN, list(Routing)))
 def test_layers_in_chunks_by_load_equal_eager(two_devices, routing):
     check(two_devices, case_of(GroupedExperts, (9, 14), (16, 3), routing=routing), GroupedExperts)
-
-
-def run_auto(rank, case, folder):
-    torch._dynamo.reset()
-    options = {
-        "megamoe.chunks": case.chunks,
-        "megamoe.chunk_edges": "auto",
-        "megamoe.routing_skew": 1.0,
-        "megamoe.equal_tokens": True,
-        "megamoe.hardware": str(folder / "busy.toml"),
-        "megamoe.report": str(folder / "report.json"),
-        "megamoe.codegen": "fx",
-    }
-    return differing_tensors(lambda: build(case, GroupedExperts), inputs(case, rank), options)
-
-
-@pytest.mark.slow
-def test_auto_that_goes_by_load_equals_eager(two_ranks, tmp_path):
-    """Under a stated skew, on a machine so slow that rows are all that takes time."""
-    origins = dict.fromkeys(RATES, "assumed: for this test")
-    slow = {"matmul_tflops": 5e-6, "memory_gb_per_s": 0.05, "link_gb_per_s": 1e-5}
-    profile = dataclasses.replace(BUSY, origins=origins, **slow)
-    (tmp_path / "busy.toml").write_text(profile.as_toml())
-    case = one_case(GroupedExperts, (16, 16), num_experts=8, chunks=2, routing=Routing.SKEWED)
-    assert two_ranks.run(run_auto, case, tmp_path) == [[], []]
-    *_, region = json.loads((tmp_path / "report.json").read_text())["regions"]  # of rank 0
-    assert region["chunk_edges"] == "load"
 
 
 @pytest.mark.slow

@@ -33,21 +33,6 @@ def computed(function, layer, x):
     return [output.detach(), mine.grad, *local]
 
 
-def generated(rank, tokens):
-    """Return which tensors generated code makes alike in even chunks and in chunks by load."""
-    kernel = importlib.import_module("torchtitan.models.moe.utils")
-    titan_layer = importlib.import_module("tests.proof.titan_layer")
-    kernel.generate_permute_indices = titan_layer.permute_indices
-    x, made = torch.randn(tokens[rank], WIDTH).to(torch.bfloat16), []
-    for edges in ("even", "load"):
-        torch._dynamo.reset()
-        layer = layer_on(rank)
-        options = {"megamoe.chunks": 2, "megamoe.strict": True, "megamoe.chunk_edges": edges}
-        compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
-        made.append(computed(compiled, layer, x))
-    return [torch.equal(a, b) for a, b in zip(*made, strict=True)]
-
-
 def run(rank, indices, chunks, tokens, edges="even"):
     """Return which tensors of a step are those of eager."""
     kernel = importlib.import_module("torchtitan.models.moe.utils")
@@ -125,10 +110,4 @@ def test_so_has_one_whose_experts_follow_from_their_rows(pool, chunks, tokens):
 @pytest.mark.slow
 def test_parts_of_the_batch_keep_the_indices_that_a_kernel_writes_of_the_whole(pool):
     for same in pool.run(in_parts, 64):
-        assert all(same), same
-
-
-@pytest.mark.exhaustive
-def test_generated_code_makes_the_same_of_even_chunks_and_of_chunks_by_load(pool):
-    for same in pool.run(generated, (48, 31)):
         assert all(same), same

@@ -18,9 +18,11 @@ from moe_compile.testing.programs.choices import (
     Detail,
     Extra,
     Fill,
+    Find,
     Mixing,
     Move,
     Order,
+    Put,
     Reader,
     Room,
     Routing,
@@ -99,6 +101,16 @@ FIXED = (
         layers=(Capacity(top_k=2, room=Room.SIXTEEN, across=Across.BATCHED),),
         tokens=((5, 5),), dtype="float32", width=32, hidden=32, wrapping=Wrapping.AUTOCAST,
     ),
+    Program(
+        layers=(
+            Experts(style=Style.SEARCHED, local=3, top_k=2, find=Find.MASK, put=Put.ASSIGN),
+            Experts(
+                style=Style.RUNS, local=3, top_k=2, act=Act.FUNCTION,
+                details=frozenset({Detail.CHECKPOINT, Detail.OWN_MEAN}),
+            ),
+        ),
+        tokens=((6, 0),), width=64, hidden=64,
+    ),
     Program(layers=(Experts(style=Style.BATCHED, readers=frozenset({Reader.LATE_STATISTICS})),)),
     *[
         Program(layers=(Experts(top_k=2, readers=frozenset({reader})),), tokens=((5, 5),))
@@ -118,10 +130,10 @@ FIXED = (
     ),
 )  # fmt: skip
 """Programs whose regions run in chunks, the first beside one that must not; the rest whole."""
-CHUNKED = FIXED[:7]
+CHUNKED = FIXED[:8]
 NAMES = (
     "grouped", "loop", "one number", "hidden writes", "one inside another",
-    "slots of experts", "slots under autocast", "batched",
+    "slots of experts", "slots under autocast", "loops and a rank without tokens", "batched",
     "rows normalised", "rows of a written base", "rows handed back", "weight in three terms",
     "dropout without a region",
 )  # fmt: skip
@@ -151,7 +163,7 @@ def test_layers_behind_a_graph_break_run_in_parts_and_those_before_it_whole(judg
     assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
 
 
-@pytest.mark.parametrize("program", slow_but(FIXED[6:8], FIXED), ids=NAMES)
+@pytest.mark.parametrize("program", slow_but(FIXED[6:9], FIXED), ids=NAMES)
 def test_a_program_equals_eager_chunked_or_whole(judge, program):
     judgement = judge.judge(source_of(program))
     assert judgement.kind is Kind.SAME, judgement.detail

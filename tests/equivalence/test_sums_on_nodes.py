@@ -1,12 +1,9 @@
 """Sums per token that are made on the nodes: within their bound, and bitwise where none rounds."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
 
-from moe_compile.hardware.profile import PROFILES
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import Routing
 from tests.dispatch_layers import (
@@ -206,11 +203,14 @@ def sums(values, kept, case, base=None):
     return base.index_add(0, tokens, values), base.abs().index_add(0, tokens, values.abs())
 
 
-def in_the_order_stated(values, kept, case, num_nodes, base=None):
-    """Return sums per token as the documentation has them: by expert, then by node."""
+def in_the_order_stated(values, kept, case, num_nodes, base=None, packed=lambda sums: sums):
+    """Return sums per token as the documentation has them: by expert, then by node.
+
+    Rows and the sums of nodes travel `packed`.
+    """
     chosen, by_expert = kept["chosen"].sort(1)
     slots = torch.empty_like(values)
-    slots[kept["order"]] = values
+    slots[kept["order"]] = packed(values)
     slots = slots.view(-1, case.top_k, case.width)
     total = torch.zeros((len(slots), case.width))
     for node in range(num_nodes):
@@ -219,7 +219,7 @@ def in_the_order_stated(values, kept, case, num_nodes, base=None):
             rows = slots[torch.arange(len(slots)), by_expert[:, slot]].float()
             is_there = chosen[:, slot] * num_nodes // case.num_experts == node
             on_node += torch.where(is_there[:, None], rows, 0)
-        total += on_node.to(values.dtype).float()
+        total += packed(on_node.to(values.dtype)).float()
     return (total if base is None else total + base.float()).to(values.dtype)
 
 
@@ -242,28 +242,35 @@ def wrong_sums(tensors, kept, case, style, num_nodes, base):
     return left
 
 
-def beyond_bound(rank, case, style, num_nodes):
-    """Return which sums and gradients of a compiled step are not as they should be."""
+def beside_eager(rank, case, eager_style, style, options):
+    """Return which gradients of parameters differ, sums of a compiled step, and their terms.
+
+    Terms are those of an eager step of `eager_style`.
+    """
     torch._dynamo.reset()
-    eager, other = (build(case, recorded(style)) for _ in range(2))
-    compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=OPTIONS)
+    eager, other = build(case, recorded(eager_style)), build(case, recorded(style))
+    compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=options)
     ((x, gradient),) = inputs(case, rank)
     mine, theirs = (x.clone().requires_grad_() for _ in range(2))
     eager.kept = {}
-    expected = eager(theirs)
-    expected.backward(gradient)
+    eager(theirs).backward(gradient)
     with in_two_hops() as left:
         output = compiled(mine)
         output.backward(gradient)
-    tensors = {"output": output.detach(), "input": mine.grad}
-    left += wrong_sums(tensors, eager.kept, case, style, num_nodes, 2 * x)
     for name in ("w1", "w2", "w3"):
         if not torch.equal(getattr(eager, name).grad, getattr(other, name).grad):
             left.append(f"gradient of {name}")
     wrong = (eager.router.grad - other.router.grad).float().norm()
     if wrong > 2**-6 * eager.router.grad.float().norm():
         left.append("gradient of the router")
-    return left
+    return left, {"output": output.detach(), "input": mine.grad}, eager.kept
+
+
+def beyond_bound(rank, case, style, num_nodes):
+    """Return which sums and gradients of a compiled step are not as they should be."""
+    left, tensors, kept = beside_eager(rank, case, style, style, OPTIONS)
+    ((x, _),) = inputs(case, rank)
+    return left + wrong_sums(tensors, kept, case, style, num_nodes, 2 * x)
 
 
 @pytest.mark.slow
@@ -286,33 +293,6 @@ def differing_bits(rank, case, style):
 def test_two_rows_a_token_change_no_bit(two_nodes, style):  # noqa: F811
     """A sum of two rounds once, on the node or at home; bf16, ranks without tokens."""
     check(two_nodes.run(differing_bits, a_case(GroupedExperts, EMPTY, top_k=2), style))
-
-
-# --- by price ----------------------------------------------------------------------------------
-
-
-def differing_by_price(rank, case, hardware):
-    torch._dynamo.reset()
-    options = {
-        **OPTIONS,
-        "megamoe.nodes": "auto",
-        "megamoe.numerics": "bounded",
-        "megamoe.equal_tokens": True,
-        "megamoe.hardware": hardware,
-    }
-    with in_two_hops() as left:
-        layer = whole(InOrder)
-        found = differing_tensors(lambda: build(case, layer), whole_pairs(case, rank), options)
-    return [*found, *left]
-
-
-@pytest.mark.slow
-def test_auto_takes_them_on_all_ranks_where_the_network_is_slow(two_nodes, tmp_path):  # noqa: F811
-    slow, rate = (PROFILES / "h100.toml").read_text(), re.compile(r"^link_gb_per_s = .*$", re.M)
-    rate_of_a_modem = 'link_gb_per_s = { value = 1e-6, origin = "assumed: for this test" }'
-    (tmp_path / "slow.toml").write_text(rate.sub(rate_of_a_modem, slow))
-    case = whole_case((9,) * 4, top_k=4)
-    check(two_nodes.run(differing_by_price, case, str(tmp_path / "slow.toml")))
 
 
 # --- bytes -------------------------------------------------------------------------------------

@@ -1,30 +1,16 @@
 """Tokens gathered instead of rows exchanged: eager's bits where sums have two addends at most."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
-from moe_compile.hardware import load_profile
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.strategies import MoECase, Routing, moe_cases
+from moe_compile.testing.strategies import MoECase, Routing
 from tests.dispatch_layers import InOrder, InOrderWeighted, OntoTokens
-from tests.equivalence.test_layers import build, dtypes, examples, inputs, one_case
+from tests.equivalence.test_layers import build, inputs, one_case
 from tests.equivalence.test_token_chunks import WholeNumbers
 from tests.layers import STYLES, GroupedExperts, SegmentStarts, SharedAndBias
 from tests.slow_parameters import slow_but
-
-
-@st.composite
-def gathered_cases(draw, num_ranks, types):
-    """Draw a case with as many tokens on every rank, and up to two rows a token."""
-    case = draw(moe_cases(num_ranks, types))
-    top_k = draw(st.integers(1, min(2, case.num_experts)), label="rows per token")
-    tokens = tuple((step[0],) * num_ranks for step in case.tokens)
-    return dataclasses.replace(case, top_k=top_k, tokens=tokens)
 
 
 def options(**more):
@@ -177,25 +163,6 @@ def test_more_rows_a_token_are_off_by_the_reported_bound(two_ranks, top_k):
             assert torch.equal(eager[name], gathered[name]), name
 
 
-@pytest.mark.slow
-def test_auto_takes_a_way_that_rounds_where_it_pays_and_keeps_the_bound(two_ranks, tmp_path):
-    """Four rows a token on two ranks: gathering sends half, and the link is all there is."""
-    slow = dataclasses.replace(load_profile("cpu"), link_gb_per_s=1e-4).as_toml()
-    (tmp_path / "slow.toml").write_text(slow)
-    more = {
-        "dispatch": "auto",
-        "numerics": "bounded",
-        "chunks": "auto",
-        "hardware": str(tmp_path / "slow.toml"),
-    }
-    for eager, auto in two_ranks.run(both_ways, Positive, 4, options(**more)):
-        off = {name: (eager[name] - auto[name]).abs() for name in eager}
-        assert off["output"].any(), "nothing was gathered"
-        assert (off["output"] <= 3 * EPS * eager["output"].abs()).all()
-        for name in ("router", "w1", "w2", "w3"):
-            assert torch.equal(eager[name], auto[name]), name
-
-
 class PositiveWeighted(InOrderWeighted):
     def experts(self, rows, received):
         return super().experts(rows, received).abs()
@@ -231,12 +198,3 @@ def test_slices_of_tokens_change_weight_gradients_only(two_ranks, style):
                 assert 0 < off <= chunks * EPS / 2 * eager[name].norm()
             else:
                 assert torch.equal(eager[name], gathered[name]), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES, ids=lambda s: s.__name__)
-@given(data=st.data())
-@examples(1)
-def test_two_rows_a_token_change_no_bit_on_four_ranks(four_ranks, style, data):
-    case = data.draw(gathered_cases(4, dtypes(style)))
-    check(four_ranks.run(differing, case, style, options()))

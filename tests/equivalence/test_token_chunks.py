@@ -5,8 +5,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_compile.testing.equivalence import differing_tensors
-from tests.equivalence.test_layers import build, inputs, one_case
 from tests.layers import GroupedExperts, LoopExperts, SortedChunks
 from tests.quantized_layers import quantized_eagerly
 from tests.slow_parameters import slow_but
@@ -37,31 +35,6 @@ def options(chunks, wires=("same", "same")):
         "megamoe.dispatch_wire": wires[0],
         "megamoe.combine_wire": wires[1],
     }
-
-
-def differing_sums(rank, case, chunks):
-    torch._dynamo.reset()
-    whole = [tuple((t * 2).round() for t in pair) for pair in inputs(case, rank)]
-    return differing_tensors(lambda: build(case, WholeNumbers), whole, options(chunks))
-
-
-def check(pool, case, chunks):
-    for rank, differing in enumerate(pool.run(differing_sums, case, chunks)):
-        assert not differing, f"rank {rank}: {differing}"
-
-
-def whole_case(*tokens):
-    return one_case(LoopExperts, *tokens, dtype=torch.float64, num_experts=2 * len(tokens[0]))
-
-
-@pytest.mark.slow
-def test_sums_that_do_not_round_are_the_same_in_chunks_of_tokens(two_devices):
-    check(two_devices, whole_case((9, 14)), 3)
-
-
-@pytest.mark.slow
-def test_four_ranks_agree_on_which_rows_a_chunk_takes(four_devices):
-    check(four_devices, whole_case((5, 11, 1, 8)), 2)
 
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 96, 128, 64, 2, 2  # one local expert

@@ -118,42 +118,10 @@ def test_all_tokens_stay_or_all_go_to_one_node(two_nodes, experts):
     check(two_nodes.run(differing_where_forced, a_case(GroupedExperts, TOKENS), experts))
 
 
-# --- parts ---------------------------------------------------------------------------------------
-
-
-def differing_in_parts(rank, case, style, axis, num_parts):
-    return differing(rank, case, style, chunks=num_parts, **cut_by(axis))
-
-
 def cut_by(axis):
     """Return options that cut by experts, by tokens, or hop 1 by tokens and what follows by
     experts."""
     return {"hop_slices": 3} if axis == "both" else {"chunk_by": axis}
-
-
-IN_PARTS = (
-    (GroupedExperts, "experts", 2, Routing.BALANCED),
-    (GroupedExperts, "both", 2, Routing.FIRST_RANK),
-    (GroupedExperts, "tokens", 3, Routing.FIRST_RANK),
-    (SharedInOrderWeighted, "experts", 3, Routing.FIRST_RANK),
-    (SharedInOrder, "both", 3, Routing.BALANCED),
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("style", "axis", "num_parts", "routing"), IN_PARTS)
-def test_no_bit_changes_in_chunks_of_experts_or_slices_of_tokens(
-    two_nodes, style, axis, num_parts, routing
-):
-    """Three experts a rank, in two chunks and one say; ranks without tokens and without rows."""
-    case = a_case(style, EMPTY, num_experts=12, routing=routing)
-    check(two_nodes.run(differing_in_parts, case, style, axis, num_parts))
-
-
-@pytest.mark.slow
-def test_a_second_number_of_tokens_in_parts(two_nodes):
-    case = a_case(GroupedExperts, TOKENS, (16, 3, 8, 8), (4, 9, 7, 2))
-    check(two_nodes.run(differing_in_parts, case, GroupedExperts, "both", 2))
 
 
 # --- bytes -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from moe_compile.hardware.products import Curve
 from moe_compile.hardware.profile import NO_HOST, RATES
 
 SHIPPED = sorted(PROFILES.glob("*.toml"))
-ROOT = Path(__file__).parents[2]
 CLUSTERS = ("h100", "h200", "h800", "h20", "b200", "gb200", "a100")
 SLOWDOWNS = ("contention", "overlap_slowdown")
 

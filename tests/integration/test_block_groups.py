@@ -82,14 +82,6 @@ def graphs_by_phase(rank):
 
 
 @pytest.mark.slow
-def test_on_four_ranks_experts_are_sharded_beside_what_they_are_exchanged_over(
-    pool_for, one_by_one, tmp_path
-):
-    """Three blocks and one, on two data shards of the experts."""
-    assert_alike(grouped(pool_for, tmp_path, 3, ranks=4), one_by_one(4))
-
-
-@pytest.mark.slow
 def test_a_group_ends_with_its_pipeline_stage(pool_for, one_by_one, tmp_path):
     """Two stages of two blocks each: a graph of three blocks is asked for, and there is none."""
     staged = {
@@ -98,13 +90,6 @@ def test_a_group_ends_with_its_pipeline_stage(pool_for, one_by_one, tmp_path):
     }
     settings = tuple(staged.items())
     assert_alike(grouped(pool_for, tmp_path, 3, settings, ranks=4), one_by_one(4, *settings))
-
-
-@pytest.mark.slow
-def test_parts_of_the_batch_go_through_two_blocks_in_one_graph(pool_for, one_by_one, tmp_path):
-    in_parts = (("megamoe.batch_parts", 2),)
-    ours = grouped(pool_for, tmp_path, 2, in_parts)
-    assert_alike(ours, one_by_one(2, *in_parts))
 
 
 def block(name, calls):

@@ -1,7 +1,6 @@
 """Every recipe is a job torchtitan accepts, on the machine its name says."""
 
 import functools
-import math
 import os
 import re
 import subprocess
@@ -60,10 +59,6 @@ def test_time_outs_of_a_pipeline_leave_room_for_its_stages_to_compile(path):
     assert stages == job["parallelism"]["pipeline_parallel_degree"]
     assert job["comm"]["init_timeout_seconds"] >= 1.5 * stages * seconds > 300
     assert job["comm"]["train_timeout_seconds"] >= 2 * seconds
-
-
-def test_all_machines_are_there():
-    assert len(CLUSTER) == 9
 
 
 def test_the_table_of_recipes_has_every_one_with_its_degrees():
@@ -230,9 +225,3 @@ def test_the_launch_script_sets_what_megamoe_train_sets():
 @pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
 def test_launch_scripts_are_bash(name):
     subprocess.run(["bash", "-n", str(FOLDER / "launch_scripts" / name)], check=True, timeout=300)
-
-
-def test_sizes_of_the_352b_model_add_up():
-    """By hand: embeddings, attention with 8 of 32 heads for keys, 33 experts of three matrices."""
-    per_layer = 2 * 4096**2 + 2 * 4096 * 1024 + 33 * 3 * 4096 * 14336
-    assert math.isclose(2 * 65536 * 4096 + 60 * per_layer, 351.86e9, rel_tol=1e-3)

@@ -28,7 +28,7 @@ from torchtitan_integration.dry_run.memory import (
 )
 
 DEGREE = "parallelism.{}_degree".format
-DIM, EXPERT_DIM, EXPERTS, LAYERS = 128, 128, 8, 2
+DIM, EXPERTS = 128, 8
 TOKENS, TOP_K = 8 * 128, 2
 FLOAT32, INT32, INT64 = 4, 4, 8
 

@@ -50,6 +50,15 @@ def documents(rank, sequences=slice(None)):
     return create_block_mask(mask, len(tokens), None, SEQUENCE, SEQUENCE, device="cpu")
 
 
+def step_of(block, output, x):
+    """Return the output of a step of `block`, and all gradients, by name."""
+    tensors = {"output": output.detach(), "input": x.grad}
+    for name, parameter in block.named_parameters():
+        found = parameter.grad
+        tensors[name] = found.to_local() if isinstance(found, DTensor) else found
+    return tensors
+
+
 def run(rank, chunks, parts=1):
     """Return output and gradients: eager for 0 chunks, one part of the batch after another."""
     torch._dynamo.reset()
@@ -68,11 +77,7 @@ def run(rank, chunks, parts=1):
         own = slice(None) if chunks else slice(i * BATCH // parts, (i + 1) * BATCH // parts)
         outputs.append(forward(x[own], rotations, documents(rank, own)))
         outputs[-1].backward(gradient[own])
-    tensors = {"output": torch.cat(outputs).detach(), "input": x.grad}
-    for name, parameter in block.named_parameters():
-        found = parameter.grad
-        tensors[name] = found.to_local() if isinstance(found, DTensor) else found
-    return tensors
+    return step_of(block, torch.cat(outputs), x)
 
 
 def both_ways(rank, chunks, parts=1):
@@ -80,8 +85,13 @@ def both_ways(rank, chunks, parts=1):
     eager, before = run(rank, 0, parts), len(REPORT.compilations)
     compiled = run(rank, chunks, parts)
     differ = [name for name in eager if not torch.equal(eager[name], compiled[name])]
+    return len(eager), differ, verdicts_since(before)
+
+
+def verdicts_since(before):
+    """Return what became of each region of all but the first `before` compilations."""
     regions = [region for c in REPORT.compilations[before:] for region in c.regions]
-    return len(eager), differ, [(region.verdict, region.num_chunks) for region in regions]
+    return [(region.verdict, region.num_chunks) for region in regions]
 
 
 @pytest.mark.parametrize("chunks", exhaustive_but([2], [1, 2, 4]))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor import distribute_module
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
@@ -14,7 +14,7 @@ from torchtitan.models.gpt_oss.infra.parallelize import apply_moe_ep_tp
 from torchtitan.models.gpt_oss.model.model import TransformerBlock, precompute_rope_cache
 
 from moe_compile.report.process_report import REPORT
-from tests.integration.test_flex_attention import Layers
+from tests.integration.test_flex_attention import Layers, step_of, verdicts_since
 from tests.integration.test_torchtitan import run as run_command
 from torchtitan_integration.flavors import debug_gpt_oss
 from torchtitan_integration.model_parts import run_as_one_graph
@@ -57,11 +57,7 @@ def run(rank, layer, is_grouped, chunks, as_one_graph):
     x.requires_grad_()
     output = forward(x, rotations, masks())
     output.backward(gradient)
-    tensors = {"output": output.detach(), "input": x.grad}
-    for name, parameter in block.named_parameters():
-        found = parameter.grad
-        tensors[name] = found.to_local() if isinstance(found, DTensor) else found
-    return tensors
+    return step_of(block, output, x)
 
 
 def both_ways(rank, layer, is_grouped, chunks):
@@ -71,8 +67,7 @@ def both_ways(rank, layer, is_grouped, chunks):
     ours = run(rank, layer, is_grouped, chunks, True)
     assert all(tensor.isfinite().all() for tensor in eager.values())
     differ = [name for name in eager if not torch.equal(eager[name], ours[name])]
-    regions = [region for c in REPORT.compilations[before:] for region in c.regions]
-    return differ, [(region.verdict, region.num_chunks) for region in regions]
+    return differ, verdicts_since(before)
 
 
 @pytest.mark.parametrize(

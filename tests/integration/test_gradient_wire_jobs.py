@@ -13,10 +13,6 @@ from torchtitan_integration.job_config import MegaMoE, compile_options, options_
 from torchtitan_integration.job_file import load_job
 
 WIRE = {"megamoe.gradient_wire": "bf16_fp32_sum"}
-ONE_SHARD = [
-    "--parallelism.data_parallel_shard_degree=1",
-    "--parallelism.expert_parallel_degree=1",
-]
 FLAG = ["--megamoe.gradient_wire", "bf16_fp32_sum"]
 
 

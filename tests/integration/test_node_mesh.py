@@ -60,31 +60,35 @@ def run(pool, *settings):
     return pool.run(registered, *settings)
 
 
-def test_one_group_on_two_nodes(four_ranks):
-    assert run(four_ranks, ALL_OVER, 2, ("4",)) == [
-        (2, 2, 0, [0, 1], [0, 2]),
-        (2, 2, 1, [0, 1], [1, 3]),
-        (2, 2, 0, [2, 3], [0, 2]),
-        (2, 2, 1, [2, 3], [1, 3]),
-    ]
+PLACES = {
+    "one group on two nodes": (
+        ALL_OVER,
+        2,
+        [
+            (2, 2, 0, [0, 1], [0, 2]),
+            (2, 2, 1, [0, 1], [1, 3]),
+            (2, 2, 0, [2, 3], [0, 2]),
+            (2, 2, 1, [2, 3], [1, 3]),
+        ],
+    ),
+    "groups that are on a node each, as the machine says": (
+        {"dp_shard": 4, "ep": 2},
+        0,
+        [(1, 2, rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1], [rank]) for rank in range(4)],
+    ),
+    "of a node one rank is in each group": (
+        {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2},
+        2,
+        [(2, 1, 0, [rank], [rank % 2, rank % 2 + 2]) for rank in range(4)],
+    ),
+}
+"""Degrees and ranks of a node -> what every rank of four has registered."""
 
 
-def test_groups_that_are_on_a_node_each(four_ranks):
-    """The machine says how many ranks it has; all four are on it."""
-    assert run(four_ranks, {"dp_shard": 4, "ep": 2}, 0, ("4",)) == [
-        (1, 2, 0, [0, 1], [0]),
-        (1, 2, 1, [0, 1], [1]),
-        (1, 2, 0, [2, 3], [2]),
-        (1, 2, 1, [2, 3], [3]),
-    ]
-
-
-def test_experts_that_are_split_over_a_node(four_ranks):
-    """Two ranks share each expert: of a node, one is in each expert-parallel group."""
-    degrees = {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2}
-    assert run(four_ranks, degrees, 2, ("4",)) == [
-        (2, 1, 0, [rank], [rank % 2, rank % 2 + 2]) for rank in range(4)
-    ]
+@pytest.mark.parametrize("name", PLACES)
+def test_every_rank_registers_the_nodes_of_its_group(four_ranks, name):
+    degrees, node_ranks, expected = PLACES[name]
+    assert run(four_ranks, degrees, node_ranks, ("4",)) == expected
 
 
 @pytest.mark.parametrize(

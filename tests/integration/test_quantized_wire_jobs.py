@@ -39,15 +39,6 @@ def test_checkpointed_blocks_exchange_once_and_lose_no_more(two_ranks, tmp_path)
 
 
 @pytest.mark.slow
-def test_chunks_of_tokens_train_as_chunks_of_experts_do(two_ranks, tmp_path):
-    tokens = {**OURS, "megamoe.chunk_by": "tokens", "megamoe.chunks": 3}
-    plain = train(two_ranks, 2, tmp_path / "plain", OURS)
-    ours = train(two_ranks, 2, tmp_path / "ours", tokens)
-    assert set(ours[0].chunks) == {3}
-    assert_close(ours[0], plain[0], 1e-3)
-
-
-@pytest.mark.slow
 def test_with_tensor_parallelism_too(four_ranks, tmp_path):
     plain = train(four_ranks, 4, tmp_path / "plain", OURS, TENSOR_PARALLEL)
     ours = train(four_ranks, 4, tmp_path / "ours", OURS, TENSOR_PARALLEL, WIRES)

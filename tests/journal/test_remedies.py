@@ -10,7 +10,7 @@ from moe_compile.journal.remedies import NOTHING, REMEDIES, to_do
 from moe_compile.report.explain import print_report
 from moe_compile.report.process_report import ProcessReport
 from tests.capture import dynamo_graphs, state
-from tests.layers import GroupedExperts
+from tests.layers import Centred, GroupedExperts
 
 
 def test_every_reason_has_an_entry():
@@ -20,13 +20,6 @@ def test_every_reason_has_an_entry():
 def test_what_is_meant_or_asked_for_has_something_to_change():
     acted_on = (r for r in Reason if r.kind in (Kind.UNPROVEN, Kind.NOT_POSSIBLE))
     assert [r.name for r in acted_on if REMEDIES[r].startswith(NOTHING)] == []
-
-
-class Centred(GroupedExperts):
-    """Its experts subtract a mean over all rows received."""
-
-    def experts(self, rows, received):
-        return super().experts(rows - rows.mean(0), received)
 
 
 def test_report_and_error_say_reason_detail_and_what_to_change(fake_ranks, capsys):

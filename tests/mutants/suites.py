@@ -33,6 +33,10 @@ PROOF: Final = "tests/proof/test_row_proof.py"
 PREMISES: Final = "tests/proof/test_row_premises.py"
 ROUNDING: Final = "tests/testing/cpu_rounding/test_position_rounding.py"
 MIRRORED: Final = "tests/equivalence/test_mirrored_programs.py"
+REASONS: Final = (
+    "tests/test_reasons_page.py::test_the_program_of_a_section_gives_its_reason_and_no_other"
+)
+OF_DETECTION: Final = ("NO_COMBINE", "NO_COUNT_EXCHANGE", "MUTATES_OUTSIDE", "COMMUNICATES")
 
 GROUPS: Final = (
     Group(
@@ -90,6 +94,7 @@ GROUPS: Final = (
             "tests/graph/test_gradient_order.py",
             "tests/graph/test_dependence.py",
             "tests/regions/test_detect_moe.py",
+            *(f"{REASONS}[{name}]" for name in OF_DETECTION),
             MIRRORED,
             "tests/passes/test_chunk_regions.py",
         ),

@@ -223,14 +223,6 @@ REDUCTIONS = {
 
 @settings(max_examples=25, deadline=None)
 @given(**REDUCTIONS)
-def test_two_ranks_sum_what_each_rounded_once(
-    two_ranks, op, rows, rest, is_cast_up, is_transposed, seed
-):
-    check_reduction(two_ranks, op, rows, rest, is_cast_up, is_transposed, seed)
-
-
-@settings(max_examples=25, deadline=None)
-@given(**REDUCTIONS)
 def test_four_ranks_sum_what_each_rounded_once(
     four_ranks, op, rows, rest, is_cast_up, is_transposed, seed
 ):

@@ -164,13 +164,6 @@ def test_rows_asked_to_be_quantised_are_exchanged(fake_ranks):
     assert not plan.decision.gathers
 
 
-def test_rewriting_that_is_left_out_leaves_the_region_as_written(fake_ranks):
-    graph, plan, results = run(fake_ranks, disable_passes=("rewrite_regions",))
-    assert isinstance(results["rewrite_regions"], Dropped)
-    assert any(map(is_all_to_all, graph.nodes))
-    assert not plan.plan.gathers and plan.left["chunks"].reason is Reason.DISABLED
-
-
 @dataclasses.dataclass(frozen=True)
 class FailsToRewrite(RewriteRegions):
     """Rewriting, failing after its edits: the state it is given holds no groups."""

@@ -15,7 +15,6 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.errors import RegionRefused
 from moe_compile.graph.query import (
     group_name,
     is_all_to_all,
@@ -44,16 +43,18 @@ from tests.dispatch_layers import (
     Unweighted,
 )
 from tests.layers import (
+    Centred,
     FusedGateUp,
     GatheredCounts,
     GroupedExperts,
+    KeepsSplits,
     LoopExperts,
     SegmentStarts,
     SharedAndBias,
     SortedChunks,
 )
 from tests.node_ranks import seat
-from tests.passes.test_switch_dispatch import Centred, KeepsSplits, NoSum, WritesTokens, host_reads
+from tests.passes.test_switch_dispatch import NoSum, WritesTokens, host_reads
 from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 32, 8, 2
@@ -350,15 +351,6 @@ def test_hop_2_of_a_chunk_is_under_way_while_experts_of_the_one_before_compute(f
         )
 
 
-def test_parts_that_nobody_asked_for_by_number_have_no_price(fake_nodes):
-    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
-    compile_state = state(**{**ASKED, "chunks": "auto"})
-    results = run_level(DYNAMO, gm.graph, compile_state)
-    (verdict,) = carried_out(results, "chunks").skipped
-    assert verdict.reason is Reason.TWO_HOPS
-    assert compile_state.plan.regions["experts"][0].num_chunks == 1
-
-
 def test_more_chunks_than_experts_are_as_many_as_there_are(fake_nodes):
     (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
     compile_state, compilation = rewrite(gm, state(**{**ASKED, "chunks": 8}).config)
@@ -482,22 +474,6 @@ def reason(program, **options):
     return verdict.reason
 
 
-def test_a_default_option_asks_for_nothing(fake_nodes):
-    assert reason(layer(GroupedExperts, fake_nodes), nodes="off") is Reason.NOT_ASKED
-
-
-def test_auto_has_no_price_where_ranks_might_decide_apart(fake_nodes):
-    assert reason(layer(GroupedExperts, fake_nodes), nodes="auto") is Reason.NO_PRICE
-
-
-def test_groups_that_nobody_registered_are_not_guessed(fake_nodes):
-    other = dist.new_group([0, 1, 2, 3])
-    assert reason(layer(GroupedExperts, other)) is Reason.NO_NODE_GROUPS
-    (gm,) = dynamo_graphs(layer(GroupedExperts, other), tokens())
-    with pytest.raises(RegionRefused, match="which of its ranks share a node is not registered"):
-        rewrite(gm, state(strict=True, **ASKED).config)
-
-
 def test_a_part_of_the_tokens_is_not_gathered(fake_nodes):
     """Other ranks have the same tokens, and would gather them as often."""
     (gm,) = dynamo_graphs(layer(SharedByIndex, fake_nodes), tokens())
@@ -533,17 +509,6 @@ class Descending(Around):
         return torch.argsort(flat, descending=True, stable=True)
 
 
-class OtherCounts(Around):
-    """Nobody has proven what its counts count."""
-
-    def exchange_counts(self, counts):
-        self.counts = counts.bfloat16().long()
-        return super().exchange_counts(self.counts)
-
-    def splits(self, counts, received):
-        return super().splits(self.counts, received)
-
-
 class Ordered(Around):
     """Its experts come of a sort, not of a topk."""
 
@@ -558,7 +523,6 @@ class Ordered(Around):
     [
         (Unstable, Reason.UNSTABLE_SORT),
         (Descending, Reason.UNSTABLE_SORT),
-        (OtherCounts, Reason.CHOSEN_TWICE),
         (Ordered, Reason.CHOSEN_TWICE),
         (Centred, Reason.NOT_PROVEN),
         (NoSum, Reason.NO_SUM),

@@ -182,29 +182,20 @@ def test_slices_of_gathered_rows_are_slices_of_the_index(first, cut):
     assert len(report.applied) == 2 and not gathers(graph)
 
 
-def test_unpacked_rows_joined_with_others_are_permuted_apart():
-    def program(m, x, i):
-        return [torch.cat([UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16), x])[i]]
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda rows, x, i: [torch.cat([rows, x])[i]],
+        lambda rows, x, i: [torch.cat([rows, torch.zeros(1, WIDTH)])[i], x],
+        lambda rows, x, i: [rows[i], rows + x],
+    ],
+    ids=["joined with others", "joined with zeros of another type", "read twice"],
+)
+def test_unpacked_rows_are_permuted_apart(program):
+    def unpacked(message, x, i):
+        return program(UNPACK_DEQUANTIZE(message, WIDTH, torch.bfloat16), x, i)
 
-    _, report = folded(program, PACK(ROWS), ROWS, SOME)
-    assert [v.detail for v in report.skipped] == [NO_PERMUTATION]
-
-
-def test_unpacked_rows_joined_with_zeros_of_another_type_are_permuted_apart():
-    def program(m, i):
-        rows = UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16)
-        return [torch.cat([rows, torch.zeros(1, WIDTH)])[i]]
-
-    _, report = folded(program, PACK(ROWS), SOME)
-    assert [v.detail for v in report.skipped] == [NO_PERMUTATION]
-
-
-def test_unpacked_rows_with_a_second_reader_are_permuted_apart():
-    def program(m, i):
-        rows = UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16)
-        return [rows[i], rows + 1]
-
-    _, report = folded(program, PACK(ROWS), SOME)
+    _, report = folded(unpacked, PACK(ROWS), ROWS, SOME)
     assert [v.detail for v in report.skipped] == [NO_PERMUTATION]
 
 

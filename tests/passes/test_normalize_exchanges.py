@@ -63,76 +63,57 @@ def test_what_is_taken_by_name_alone_stays_so(fake_ranks):
     assert [*launch.kwargs] == ["out"]
 
 
-class WaitsAndDoubles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return C10D.wait_tensor(x) * 2
+def function_of(forward, backward):
+    """Return an autograd Function of the two, whose forward is not given a context."""
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            return forward(*args)
 
+        @staticmethod
+        def backward(ctx, *gradients):
+            return backward(*gradients)
 
-class Waits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return C10D.wait_tensor(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
+    return Function
 
 
-class WaitsAndHalvesTheGradient(Waits):
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 0.5
+WAITS = function_of(C10D.wait_tensor, lambda gradient: gradient)
+FUNCTIONS = {
+    "waits": WAITS,
+    "and doubles": function_of(lambda x: C10D.wait_tensor(x) * 2, lambda gradient: gradient * 2),
+    "and halves the gradient": function_of(C10D.wait_tensor, lambda gradient: gradient * 0.5),
+    "and keeps the gradient": function_of(C10D.wait_tensor, lambda gradient: None),
+    "for a row": function_of(
+        lambda x: C10D.wait_tensor(x)[0], lambda gradient: gradient.expand(4, 4)
+    ),
+}
 
 
-class WaitsAndKeepsTheGradient(Waits):
-    @staticmethod
-    def backward(ctx, gradient):
-        return None
-
-
-class WaitsForARow(Waits):
-    @staticmethod
-    def forward(ctx, x):
-        return C10D.wait_tensor(x)[0]
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.expand(4, 4)
-
-
-FUNCTIONS = [
-    Waits, WaitsAndDoubles, WaitsAndHalvesTheGradient, WaitsAndKeepsTheGradient, WaitsForARow
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_only_a_function_that_waits_and_no_more_is_a_wait(fake_ranks, function):
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_only_a_function_that_waits_and_no_more_is_a_wait(fake_ranks, name):
     """Any function of the program that read such a launch was replaced by a wait."""
 
     def program(x):
         launch = torch.ops._c10d_functional_autograd.all_to_all_single
-        return function.apply(launch(x, [2, 2], [2, 2], fake_ranks.group_name))
+        return FUNCTIONS[name].apply(launch(x, [2, 2], [2, 2], fake_ranks.group_name))
 
     gm, *_ = dynamo_graphs(program, torch.ones(4, 4, requires_grad=True))
     (launch,) = [n for n in gm.graph.nodes if is_launch(n)]
     is_plain = overload_name(launch).startswith("_c10d_functional::")
-    assert is_plain is (function is Waits)
+    assert is_plain is (name == "waits")
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_only_a_function_that_waits_again_and_no_more_hands_its_rows_on(fake_ranks, function):
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_only_a_function_that_waits_again_and_no_more_hands_its_rows_on(fake_ranks, name):
     """transformers' experts read rows behind such a function: its effect on rows was not known."""
 
     def program(x):
-        return function.apply(all_to_all_single_autograd(x, [2, 2], [2, 2], fake_ranks)) * 2
+        rows = all_to_all_single_autograd(x, [2, 2], [2, 2], fake_ranks)
+        return FUNCTIONS[name].apply(rows) * 2
 
     gm, *_ = dynamo_graphs(program, torch.ones(4, 4, requires_grad=True))
-    assert any(map(is_autograd_function, gm.graph.nodes)) is (function is not Waits)
+    assert any(map(is_autograd_function, gm.graph.nodes)) is (name != "waits")
 
 
 def waits_again(x, with_gradient):
@@ -140,7 +121,7 @@ def waits_again(x, with_gradient):
         C10D.all_to_all_single(x, [2, 2], [2, 2], dist.group.WORLD.group_name)
     )
     with torch.set_grad_enabled(with_gradient):
-        again = Waits.apply(waited)
+        again = WAITS.apply(waited)
     return again * 2, waited
 
 
@@ -165,27 +146,15 @@ def test_what_waits_again_is_a_view_under_its_own_grad_mode(two_ranks, with_grad
         assert torch.equal(eager[3], compiled[3])
 
 
-class WaitsBesideAnother(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, other):
-        return C10D.wait_tensor(x), other.view_as(other)
-
-    @staticmethod
-    def backward(ctx, gradient, of_other):
-        return gradient, of_other
+BESIDE_ANOTHER = function_of(
+    lambda x, other: (C10D.wait_tensor(x), other.view_as(other)), lambda *gradients: gradients
+)
+GRADIENT_ELSEWHERE = function_of(
+    lambda x, other: (C10D.wait_tensor(x), other.sum()), lambda _, of_sum: (None, of_sum)
+)
 
 
-class SendsTheGradientElsewhere(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, other):
-        return C10D.wait_tensor(x), other.sum()
-
-    @staticmethod
-    def backward(ctx, gradient, of_sum):
-        return None, gradient
-
-
-@pytest.mark.parametrize("function", [WaitsBesideAnother, SendsTheGradientElsewhere])
+@pytest.mark.parametrize("function", [BESIDE_ANOTHER, GRADIENT_ELSEWHERE], ids=["both", "one"])
 def test_a_function_of_two_tensors_is_no_wait(fake_ranks, function):
     """Every tensor that it returned became the awaited one."""
 
@@ -210,118 +179,92 @@ def exchanged(x, got, sent, group):
     return out
 
 
-def forward_of(ctx, x, got, sent, group):
-    ctx.splits, ctx.group = (got, sent), group
-    return exchanged(x, got, sent, group)
+def exchanging(
+    forward=lambda rows, *way: rows,
+    backward=lambda gradient, got, sent, group: exchanged(gradient, sent, got, group),
+):
+    """Return an autograd Function that exchanges rows, then does `forward`; and `backward`."""
+
+    class Exchanges(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, got, sent, group):
+            ctx.way = got, sent, group
+            return forward(exchanged(x, got, sent, group), got, sent, group)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return backward(gradient, *ctx.way), None, None, None
+
+    return Exchanges
 
 
-def backward_of(ctx, gradient):
-    got, sent = ctx.splits
-    return exchanged(gradient, sent, got, ctx.group), None, None, None
+def with_a_row_of_zeros(rows, got, sent, group):
+    out = rows.new_zeros(sum(got) + 1, rows.shape[1])
+    out[1:].copy_(rows)
+    return out
 
 
-class Exchanges(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, got, sent, group):
-        return forward_of(ctx, x, got, sent, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return backward_of(ctx, gradient)
-
-
-class ScalesToo(Exchanges):
-    @staticmethod
-    def forward(ctx, x, got, sent, group):
-        return forward_of(ctx, x, got, sent, group) * 2
-
-
-class ScalesTheGradient(Exchanges):
-    @staticmethod
-    def backward(ctx, gradient):
-        return backward_of(ctx, gradient * 2)
+EXCHANGES = {
+    "exchanges": exchanging(),
+    "and scales": exchanging(lambda rows, *way: rows * 2),
+    "and scales the gradient": exchanging(
+        backward=lambda gradient, got, sent, group: exchanged(gradient * 2, sent, got, group)
+    ),
+    "sends the gradient on, not to whom it came from": exchanging(
+        backward=lambda gradient, got, sent, group: exchanged(gradient, sent, got[::-1], group)
+    ),
+    "twice": exchanging(lambda rows, got, sent, group: exchanged(rows, sent, got, group)),
+    "fills partly": exchanging(
+        with_a_row_of_zeros,
+        lambda gradient, got, sent, group: exchanged(gradient[1:], sent, got, group),
+    ),
+}
 
 
-class SendsTheGradientOn(Exchanges):
-    """As many rows as it received, but not to whom they came from."""
-
-    @staticmethod
-    def backward(ctx, gradient):
-        got, sent = ctx.splits
-        return exchanged(gradient, sent, got[::-1], ctx.group), None, None, None
-
-
-class ExchangesTwice(Exchanges):
-    @staticmethod
-    def forward(ctx, x, got, sent, group):
-        rows = forward_of(ctx, x, got, sent, group)
-        return exchanged(rows, sent, got, group)
-
-
-class FillsPartly(Exchanges):
-    """Rows that nobody sent are zeros."""
-
-    @staticmethod
-    def forward(ctx, x, got, sent, group):
-        rows = forward_of(ctx, x, got, sent, group)
-        out = x.new_zeros(sum(got) + 1, x.shape[1])
-        out[1:].copy_(rows)
-        return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return backward_of(ctx, gradient[1:])
-
-
-KEPT = [
-    ScalesToo, ScalesTheGradient, SendsTheGradientOn, ExchangesTwice, FillsPartly
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("function", [Exchanges, *KEPT])
-def test_only_a_function_that_exchanges_and_no_more_is_an_exchange(fake_ranks, function):
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_only_a_function_that_exchanges_and_no_more_is_an_exchange(fake_ranks, name):
     def program(x):
-        return function.apply(x, *sizes(x), fake_ranks)
+        return EXCHANGES[name].apply(x, *sizes(x), fake_ranks)
 
     gm, *_ = dynamo_graphs(program, torch.ones(4, 4, requires_grad=True))
     launches = [n for n in gm.graph.nodes if is_launch(n)]
     kept = [n for n in gm.graph.nodes if is_autograd_function(n)]
-    assert (len(launches), len(kept)) == ((1, 0) if function is Exchanges else (0, 1))
+    assert (len(launches), len(kept)) == ((1, 0) if name == "exchanges" else (0, 1))
     assert [waits_on(launch) != [] for launch in launches] == [True] * len(launches)
 
 
-class ExchangesBoth(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y, got, sent, group):
-        ctx.splits, ctx.group = (got, sent), group
-        return exchanged(x, got, sent, group), exchanged(y, got, sent, group)
+def exchanging_both(back):
+    """Return an autograd Function that exchanges two tensors, and gradients in the order `back`."""
 
-    @staticmethod
-    def backward(ctx, of_x, of_y):
-        return both_back(ctx, of_x, of_y)
+    class Exchanges(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y, got, sent, group):
+            ctx.way = got, sent, group
+            return exchanged(x, got, sent, group), exchanged(y, got, sent, group)
 
+        @staticmethod
+        def backward(ctx, *gradients):
+            got, sent, group = ctx.way
+            swapped = (exchanged(gradients[i], sent, got, group) for i in back)
+            return *swapped, None, None, None
 
-class GivesEachTheOthersGradient(ExchangesBoth):
-    @staticmethod
-    def backward(ctx, of_x, of_y):
-        return both_back(ctx, of_y, of_x)
-
-
-def both_back(ctx, of_x, of_y):
-    got, sent = ctx.splits
-    swapped = (exchanged(g, sent, got, ctx.group) for g in (of_x, of_y))
-    return *swapped, None, None, None
+    return Exchanges
 
 
-@pytest.mark.parametrize("function", [ExchangesBoth, GivesEachTheOthersGradient])
-def test_a_function_may_exchange_two_tensors(fake_ranks, function):
+BOTH = {back: exchanging_both(back) for back in ((0, 1), (1, 0))}
+
+
+@pytest.mark.parametrize("back", BOTH)
+def test_a_function_may_exchange_two_tensors(fake_ranks, back):
+    """Unless it gives each the other's gradient."""
+
     def program(x):
-        first, second = function.apply(x * 2, x * 3, *sizes(x), fake_ranks)
+        first, second = BOTH[back].apply(x * 2, x * 3, *sizes(x), fake_ranks)
         return first - second
 
     gm, *_ = dynamo_graphs(program, torch.ones(4, 4, requires_grad=True))
     sent = [n.args[0].args[0].args[1] for n in gm.graph.nodes if is_launch(n)]
-    assert sent == ([2, 3] if function is ExchangesBoth else [])
+    assert sent == ([2, 3] if back == (0, 1) else [])
 
 
 class Gathers(torch.autograd.Function):

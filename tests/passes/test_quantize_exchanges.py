@@ -95,15 +95,11 @@ def test_ranks_that_chose_other_wires_have_other_plans(fake_ranks):
     assert len(digests) == 3
 
 
-class HeadsOfRows(GroupedExperts):
-    """Sends rows as matrices of heads: no width that the format speaks of."""
+class Plain(GroupedExperts):
+    """Rows travel there and back, and are doubled between."""
 
     def forward(self, x):
-        def exchange(rows, *splits):
-            heads = rows.view(rows.shape[0], 4, -1)
-            return all_to_all_single_autograd(heads, *splits).flatten(1)
-
-        return self.with_exchange(x, exchange)
+        return self.with_exchange(x, all_to_all_single_autograd)
 
     def with_exchange(self, x, exchange):
         flat = self.route(x)[1].reshape(-1)
@@ -118,43 +114,7 @@ class HeadsOfRows(GroupedExperts):
         return rows * 2
 
 
-def test_rows_that_are_no_matrix_travel_as_they_are_unless_strict(fake_ranks):
-    program = layer(HeadsOfRows, fake_ranks)
-    _, report = quantized(program, chunks=1, dispatch_wire="fp8")
-    assert [v.reason for v in report.skipped] == [Reason.NOT_A_MATRIX, Reason.NOT_ASKED]
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(program, x)
-    with pytest.raises(RegionRefused, match=r"dispatch_wire = 'same'"):
-        rewrite(gm, state(chunks=1, dispatch_wire="fp8", strict=True).config)
-
-
-def test_a_row_that_would_not_get_shorter_is_no_reason_to_raise(fake_ranks):
-    class Narrow(HeadsOfRows):
-        def forward(self, x):
-            return self.with_exchange(x[:, :4].contiguous(), all_to_all_single_autograd)
-
-        def route(self, x):
-            return super().route(x.repeat(1, WIDTH // 4))
-
-    program = layer(Narrow, fake_ranks)
-    gm, report = quantized(program, chunks=1, dispatch_wire="fp8", strict=True)
-    assert [v.reason for v in report.skipped] == [Reason.NO_FEWER_BYTES, Reason.NOT_ASKED]
-    assert not messages(gm.graph)
-
-
-class Plain(HeadsOfRows):
-    def forward(self, x):
-        return self.with_exchange(x, all_to_all_single_autograd)
-
-
-class BitsInRows(Plain):
-    """Its first two columns are the bits of an integer."""
-
-    def between(self, rows):
-        return rows * rows[:, :2].contiguous().view(torch.int32)
-
-
-class LaunchesWithoutGradient(HeadsOfRows):
+class LaunchesWithoutGradient(Plain):
     def forward(self, x):
         return self.with_exchange(x, self.exchange)
 
@@ -182,7 +142,6 @@ class ScoresFirst(Plain):
     ("style", "reason"),
     [
         (Plain, None),
-        (BitsInRows, Reason.INTEGERS),
         (LaunchesWithoutGradient, Reason.STATE_CHANGES),
     ],
 )

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
@@ -16,18 +14,10 @@ from passes.save_exchanges import NOT_READ_BACKWARD
 from passes.unpack_integers import UnpackIntegers
 from tests.capture import dynamo_graphs
 from tests.dispatch_layers import InOrder, InOrderWeighted
+from tests.equivalence.test_checkpoint import Checkpointed
 from tests.slow_parameters import slow_but
 
 WIDTH = 16
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, style):
-        super().__init__()
-        self.layer = style(WIDTH, 24, 8, 2, dist.group.WORLD)
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False)
 
 
 class Twice(nn.Module):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import (
     all_gather_tensor_autograd,
@@ -16,8 +15,8 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import RegionRefused
 from moe_compile.graph.query import expression_of, is_all_to_all, is_integer
 from moe_compile.journal.reasons import Reason
+from moe_compile.testing.programs.grammar import Capacity
 from tests.batch_layers import POSITIONS, WIDTH, Block, Counted, Recomputed, Transposed
-from tests.capacity_layers import GShardEinsum
 from tests.capture import dynamo_graphs
 from tests.dispatch_layers import (
     AddedInPlace,
@@ -31,30 +30,17 @@ from tests.dispatch_layers import (
     OneOrAll,
     OntoNewZeros,
     OntoZeros,
-    SharedByIndex,
     WeighedByIndex,
     WeightedInOrder,
 )
-from tests.layers import GroupedExperts, SegmentStarts, SharedAndBias
+from tests.layer_programs import layer_of
+from tests.layers import GroupedExperts, SegmentStarts
 from tests.loop_layers import CenteredExperts
-from tests.slow_parameters import one_per_reason, slow_but
+from tests.slow_parameters import slow_but
 
 
 def drawn(size=4):
     return torch.randn(size, POSITIONS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-
-
-class Dropped(Block):
-    def forward(self, x):
-        return F.dropout(super().forward(x), 0.5)
-
-
-class WithLoss(Block):
-    """Its output has the mean load of experts in it, as an auxiliary loss has."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y + torch.softmax(x @ self.qkv.weight[:WIDTH].t(), -1).mean((0, 1))
 
 
 class RepeatedInTurn(Block):
@@ -64,17 +50,11 @@ class RepeatedInTurn(Block):
         return super().forward(x) + self.out.bias[None].repeat_interleave(len(x), 0)[:, None]
 
 
-class Written(Block):
-    def forward(self, x):
-        y = super().forward(x)
-        x.detach().add_(1)
-        return y
-
-
 class OfCapacity(nn.Module):
-    def __init__(self, group):
+    def __init__(self):
         super().__init__()
-        self.layer = GShardEinsum(WIDTH, 64, 4, 2, 1.0, group, torch.bfloat16)
+        layer = Capacity(local=4, top_k=2)
+        self.layer = layer_of(layer, width=WIDTH, hidden=64, dtype="bfloat16")
 
     def forward(self, x):
         return self.layer(x.flatten(0, 1))[0].view(x.shape)
@@ -102,30 +82,6 @@ def test_sums_of_rows_put_in_order_are_known(fake_ranks, layer):
 def test_rows_of_a_part_are_as_many_as_it_has(fake_ranks, layer):
     _, skipped, compilation = verdicts(Block(layer, torch.bfloat16), drawn())
     assert skipped == [], compilation.rewrites
-
-
-def test_a_batch_of_one_sequence_is_too_small(fake_ranks):
-    _, skipped, compilation = verdicts(Block(GroupedExperts, torch.bfloat16), drawn(1))
-    assert skipped == [Reason.BATCH_TOO_SMALL]
-    assert "1 for 2 parts" in compilation.rewrites[0]
-
-
-REFUSED = {
-    "dropout": (lambda group: Dropped(GroupedExperts, torch.bfloat16), Reason.BATCH_RANDOM),
-    "loss": (lambda group: WithLoss(GroupedExperts, torch.bfloat16), Reason.BATCH_MIXED),
-    "bias by load": (lambda group: Block(SharedAndBias, torch.bfloat16), Reason.BATCH_MIXED),
-    "in place": (lambda group: Written(GroupedExperts, torch.bfloat16), Reason.BATCH_LOST),
-    "rows of a part": (lambda group: Block(SharedByIndex, torch.bfloat16), Reason.BATCH_MIXED),
-}
-
-
-@pytest.mark.parametrize("name", one_per_reason(REFUSED))
-def test_what_parts_would_compute_otherwise_is_left_whole(fake_ranks, name):
-    build, reason = REFUSED[name]
-    _, skipped, _ = verdicts(build(fake_ranks), drawn())
-    assert skipped == [reason]
-    with pytest.raises(RegionRefused, match="batch_parts"):
-        verdicts(build(fake_ranks), drawn(), strict=True)
 
 
 class ChosenAnew(Around):
@@ -381,11 +337,11 @@ def test_what_is_computed_of_the_size_of_a_batch_is_refused(fake_ranks, block, d
 
 
 def test_experts_with_a_capacity_drop_what_is_too_much_of_the_whole_batch(fake_ranks):
-    _, skipped, compilation = verdicts(OfCapacity(fake_ranks), drawn())
+    _, skipped, compilation = verdicts(OfCapacity(), drawn())
     assert skipped == [Reason.BATCH_CAPACITY]
     assert len(compilation.regions) == 1
     with pytest.raises(RegionRefused, match="batch_parts"):
-        verdicts(OfCapacity(fake_ranks), drawn(), strict=True)
+        verdicts(OfCapacity(), drawn(), strict=True)
 
 
 def test_experts_that_need_all_their_rows_have_those_of_one_part_alone(fake_ranks):

@@ -32,32 +32,47 @@ def verify(graph):
     return VerifySchedule().run(graph, STATE)
 
 
-def violation(program):
-    with pytest.raises(ContractViolation, match=r"^verify_schedule: ") as raised:
-        verify(traced(program))
-    return str(raised.value)
+def asks_for_a_size(x):
+    flying = send(x)
+    return x + torch.ops.aten.sym_size.int(flying, 0), c10d.wait_tensor(flying)
 
 
-def test_a_launch_with_one_wait_is_accepted():
-    report = verify(traced(lambda x: c10d.wait_tensor(send(x)) + x))
+def waits_twice(x):
+    """Without gradients nothing merges what a program waits for twice: the job was ended."""
+    flying = send(x)
+    return c10d.wait_tensor(flying) + c10d.wait_tensor(flying)
+
+
+def drops_out(x):
+    """As inside a checkpointed function: an operator runs another, and writes no input."""
+    launch = send(x)
+    _, noisy = run_and_save_rng_state(torch.ops.aten.bernoulli.p, x, 0.5)
+    return c10d.wait_tensor(launch), noisy
+
+
+def writes_after_the_wait(x):
+    sent = x + 1
+    received = c10d.wait_tensor(send(sent))
+    sent.zero_()
+    return received + sent
+
+
+ACCEPTED = {
+    "one wait": lambda x: c10d.wait_tensor(send(x)) + x,
+    "a wait for a wait": lambda x: c10d.wait_tensor(c10d.wait_tensor(send(x))) + x,
+    "returned unawaited": lambda x: (send(x), x + 1),
+    "asked for a size in flight": asks_for_a_size,
+    "two waits": waits_twice,
+    "dropout of what is sent": drops_out,
+    "written after the wait": writes_after_the_wait,
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_launch_is_accepted(name):
+    report = verify(traced(ACCEPTED[name]))
     assert report.measures["num_verified_launches"] == 1
     assert not report.changed
-
-
-def test_a_wait_for_a_wait_counts_as_the_same_wait():
-    verify(traced(lambda x: c10d.wait_tensor(c10d.wait_tensor(send(x))) + x))
-
-
-def test_a_launch_may_be_returned_unawaited():
-    verify(traced(lambda x: (send(x), x + 1)))
-
-
-def test_sizes_may_be_asked_of_a_tensor_in_flight():
-    def program(x):
-        flying = send(x)
-        return x + torch.ops.aten.sym_size.int(flying, 0), c10d.wait_tensor(flying)
-
-    verify(traced(program))
 
 
 def test_a_launch_that_nothing_reads_needs_no_wait():
@@ -81,72 +96,44 @@ def test_a_launch_nobody_waits_for_is_a_violation():
         verify(graph)
 
 
-def test_two_waits_for_one_launch_are_one_too_many_and_no_harm():
-    """Without gradients nothing merges what a program waits for twice: the job was ended."""
-
-    def program(x):
-        flying = send(x)
-        return c10d.wait_tensor(flying) + c10d.wait_tensor(flying)
-
-    verify(traced(program))
+def reads_in_flight(x):
+    flying = send(x)
+    return flying + 1, c10d.wait_tensor(flying)
 
 
-def test_reading_what_is_in_flight_is_a_violation():
-    def program(x):
-        flying = send(x)
-        return flying + 1, c10d.wait_tensor(flying)
-
-    assert "add: reads all_to_all_single before the wait" in violation(program)
+def reads_a_view_in_flight(x):
+    flying = send(x)
+    seen = flying.view(-1)[:2] * 2
+    return seen, c10d.wait_tensor(flying)
 
 
-def test_reading_a_view_of_what_is_in_flight_is_a_violation():
-    def program(x):
-        flying = send(x)
-        seen = flying.view(-1)[:2] * 2
-        return seen, c10d.wait_tensor(flying)
-
-    assert "before the wait" in violation(program)
+def writes_what_is_sent(x):
+    sent = x + 1
+    flying = send(sent)
+    sent.view(-1)[:2].zero_()
+    return c10d.wait_tensor(flying), sent
 
 
-def test_writing_what_is_being_sent_is_a_violation():
-    def program(x):
-        sent = x + 1
-        flying = send(sent)
-        sent.view(-1)[:2].zero_()
-        return c10d.wait_tensor(flying), sent
-
-    assert "zero_: writes" in violation(program)
+def drops_out_in_place(x):
+    x = x.clone()
+    launch = send(x)
+    run_and_save_rng_state(torch.ops.aten.bernoulli_.float, x, 0.5)
+    return c10d.wait_tensor(launch)
 
 
-def test_dropout_with_its_state_saved_may_read_what_is_being_sent():
-    """As inside a checkpointed function: an operator runs another, and writes no input."""
-
-    def program(x):
-        launch = c10d.all_to_all_single(x, [4], [4], one_rank_group())
-        _, noisy = run_and_save_rng_state(torch.ops.aten.bernoulli.p, x, 0.5)
-        return c10d.wait_tensor(launch), noisy
-
-    verify(traced(program))
-
-
-def test_writing_with_its_state_saved_what_is_being_sent_is_a_violation():
-    def program(x):
-        x = x.clone()
-        launch = c10d.all_to_all_single(x, [4], [4], one_rank_group())
-        run_and_save_rng_state(torch.ops.aten.bernoulli_.float, x, 0.5)
-        return c10d.wait_tensor(launch)
-
-    assert "while all_to_all_single" in violation(program)
-
-
-def test_writing_after_the_wait_is_accepted():
-    def program(x):
-        sent = x + 1
-        received = c10d.wait_tensor(send(sent))
-        sent.zero_()
-        return received + sent
-
-    verify(traced(program))
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (reads_in_flight, "add: reads all_to_all_single before the wait"),
+        (reads_a_view_in_flight, "before the wait"),
+        (writes_what_is_sent, "zero_: writes"),
+        (drops_out_in_place, "while all_to_all_single"),
+    ],
+)
+def test_what_is_in_flight_is_neither_read_nor_written(program, said):
+    with pytest.raises(ContractViolation, match=r"^verify_schedule: ") as raised:
+        verify(traced(program))
+    assert said in str(raised.value)
 
 
 def test_collectives_out_of_the_planned_order_are_a_violation():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch.distributed._functional_collectives import (
-    all_gather_tensor,
     all_to_all_single,
     all_to_all_single_autograd,
 )
@@ -12,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.detect_moe import find_moe_regions
+from moe_compile.testing.programs.choices import Counts, Tally
+from moe_compile.testing.programs.grammar import Experts
 from tests.capture import dynamo_graphs
+from tests.layer_programs import layer_of
 from tests.layers import STYLES, WAIT, GroupedExperts
-from tests.legacy_layers import DeepSpeed
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 8, 2
 
@@ -82,81 +83,27 @@ def test_an_exchange_of_embeddings_is_left_alone(fake_ranks):
     assert refused == [Reason.NO_ROWS] * 2 + [Reason.NO_COMBINE]
 
 
-def test_a_dispatch_whose_rows_never_come_back_is_left_alone(fake_ranks):
-    def program(x, counts):
-        received = WAIT(all_to_all_single(counts, None, None, fake_ranks))
-        return all_to_all_single_autograd(x, received.tolist(), counts.tolist(), fake_ranks) * 2
-
-    regions, refused = find(program, rows(), torch.tensor([16, 16]))
-    assert (regions, refused[-1]) == ([], Reason.NO_COMBINE)
-
-
-def test_sizes_that_no_exchange_of_integers_gave_are_left_alone(fake_ranks):
-    def program(x, sizes):
-        there = all_to_all_single_autograd(x, sizes.tolist(), sizes.tolist(), fake_ranks)
-        return all_to_all_single_autograd(there * 2, sizes.tolist(), sizes.tolist(), fake_ranks)
-
-    regions, refused = find(program, rows(), torch.tensor([16, 16]))
-    assert regions == []
-    assert Reason.NO_COUNT_EXCHANGE in refused or Reason.NO_COMBINE in refused
+FILLED = Experts(top_k=2, local=4, tally=Tally.SCATTER_ADD_IN_PLACE, counts=Counts.LEGACY)
+SENT = """arrived = torch.empty_like(counts)
+        dist.all_to_all_single(arrived, counts)
+"""
+READ_BEFORE = f"""counts.add_(1)
+        early = counts.view(2, -1).sum(1)
+        counts.sub_(1)
+        {SENT}        sent = (early - 4).tolist()
+"""
 
 
 def test_counts_may_be_filled_in_place_before_they_are_sent(fake_ranks):
     """What fills them stays outside; the body reads views of what was filled."""
-    (region,), refused = find(DeepSpeed(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks), rows())
+    (region,), refused = find(layer_of(FILLED, dtype="bfloat16"), rows())
     assert refused == []
     assert not [node for node in region.body if str(node.target).endswith("add_")]
 
 
-class ReadBetweenFills(DeepSpeed):
-    """Split sizes are those of counts of which each is one too many when it is read."""
-
-    def tally(self, flat):
-        counts = super().tally(flat)
-        counts.add_(1)
-        self._early = counts.view(self.num_ranks, -1).sum(1)
-        counts.sub_(1)
-        return counts
-
-    def splits(self, counts, received):
-        early, self._early = self._early, None
-        return (early - self.local).tolist(), super().splits(counts, received)[1]
-
-
 def test_counts_that_are_read_before_they_are_filled_keep_the_region_whole(fake_ranks):
-    layer = ReadBetweenFills(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks)
+    """Split sizes are those of counts of which each is one too many when it is read."""
+    sent = f"{SENT}        sent = counts.reshape(2, -1).sum(1).tolist()\n"
+    layer = layer_of(FILLED, sent, READ_BEFORE, dtype="bfloat16")
     regions, refused = find(layer, rows())
     assert (regions, refused) == ([], [Reason.MUTATED_MEANWHILE])
-
-
-class CountsRowsOnTheWay(GroupedExperts):
-    """The experts write a buffer of the module between dispatch and combine."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.register_buffer("load", torch.zeros(self.local))
-
-    def experts(self, rows, received):
-        self.load.add_(received.view(self.num_ranks, -1).sum(0))
-        return super().experts(rows * (1 + 0 * self.load.sum()).to(rows.dtype), received)
-
-
-def test_experts_that_write_outside_are_refused(fake_ranks):
-    layer = CountsRowsOnTheWay(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks)
-    regions, refused = find(layer, rows())
-    assert (regions, refused) == ([], [Reason.MUTATES_OUTSIDE])
-
-
-class ThirdExchange(GroupedExperts):
-    """The experts exchange rows once more between dispatch and combine."""
-
-    def experts(self, rows, received):
-        out = super().experts(rows, received)
-        total = all_gather_tensor(out.sum(0, keepdim=True), 0, self.group)
-        return out + WAIT(total).sum(0, keepdim=True)
-
-
-def test_experts_that_communicate_are_refused(fake_ranks):
-    layer = ThirdExchange(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks)
-    regions, refused = find(layer, rows())
-    assert (regions, refused) == ([], [Reason.COMMUNICATES, Reason.NO_ROWS])
