@@ -46,9 +46,9 @@ def added():
 
 
 def rewritten():
-    """Return what is rewritten where rows travel without their means, and what is left."""
-    sent = "sent.contiguous()"
-    layer = layer_of(Capacity(local=4, top_k=2), sent, f"torch.ops.example.center_rows({sent})")
+    """Return what is rewritten where rows go back without their means, and what is left."""
+    out = "out.contiguous()"
+    layer = layer_of(Capacity(local=4, top_k=2), out, f"torch.ops.example.center_rows({out})")
     (gm,) = dynamo_graphs(layer, torch.randn(32, 16, requires_grad=True))
     ours = state(chunks=2)
     with bits_by(KernelBits()):  # as users have it
@@ -66,7 +66,7 @@ def test_without_a_rule_the_region_is_left_and_says_which_operator_it_runs(fake_
 def test_with_the_rule_of_the_page_the_region_runs_in_chunks(fake_ranks, added):
     applied, left, graph = rewritten()
     assert applied == ("region 0",) and left == ()
-    _, *of_chunks = (n for n in graph.nodes if "center_rows" in str(n.target))
+    of_chunks = [n for n in graph.nodes if "center_rows" in str(n.target)]
     assert len(of_chunks) == 2
 
 
