@@ -137,10 +137,10 @@ def notes_on(job: JobFile) -> Iterator[str]:
     if not job.is_true("compile.enable"):
         yield not_compiled(job)
     elif MODEL not in (parts := names_in_list(job.read("compile.components", [MODEL]))):
-        wanted = ", ".join(map(toml, [MODEL, *parts]))
+        said_so = ", ".join(map(toml, [MODEL, *parts]))
         yield (
             f'compile.backend is "{BACKEND}" and compile.components has no "{MODEL}": the model is '
-            f"compiled all the same; to say so write compile.components = [{wanted}]"
+            f"compiled all the same; to say so write compile.components = [{said_so}]"
         )
 
 
