@@ -98,8 +98,8 @@ def emit_chunks(
     experts follows from the rows they have where `rank_by_load` is given: this rank.
     What was the region before stays, for the caller to replace and to erase.
     """
-    places, mode_of = (around.read_at, region.result), region.facts.modes
-    early, emit = (AutocastEmitter(place, mode_of) for place in places)
+    modes = region.facts.modes
+    early, emit = AutocastEmitter(around.read_at, modes), AutocastEmitter(region.result, modes)
     by_load = rank_by_load is not None
     axis = _split(early, region, num_chunks, by_tokens, rank_by_load)
     bounds = experts_of_chunks(region, num_chunks, by_tokens=by_tokens, by_load=by_load)
@@ -188,7 +188,7 @@ class AutocastEmitter(Emitter):
     """Appends nodes before `anchor`, copies under autocast as their originals."""
 
     def __init__(self, anchor: fx.Node, modes: Mapping[fx.Node, Mode]) -> None:
-        """Copy nodes that `modes` has."""
+        """Begin without autocast; `modes` has all nodes that are to be copied."""
         super().__init__(anchor)
         self._modes = modes
         self._open: list[tuple[fx.Node, fx.Node]] = []

@@ -94,7 +94,7 @@ def plan_experts(
     by_tokens = state.config.chunk_by == "tokens"
     drafts = [Draft(found=f, proof=f.proof, by_tokens=by_tokens) for f in state.found.experts]
     for draft in drafts:
-        draft.never_packed = never_packed(draft.found, state.config, draft.region.facts.modes)
+        draft.never_packed = never_packed(draft.found, state.config)
     regions = [draft.region for draft in drafts]
     for draft in drafts:
         _decide_dispatch(draft, regions, state, layers.around(draft.region))

@@ -8,14 +8,12 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.modes import Mode
 from moe_compile.graph.query import is_integer, tensor_of, waits_on
 from moe_compile.hardware.chip_limits import packs_rows
 from moe_compile.journal.entries import Verdict, judged
@@ -32,14 +30,9 @@ NO_PASS: Final = Left(Reason.DISABLED)
 """Of rows that could be packed, where the pass that packs them is disabled."""
 
 
-def never_packed(
-    found: FoundExperts, config: MegaMoEConfig, in_force: Mapping[fx.Node, Mode]
-) -> dict[str, Left]:
-    """Return which of `dispatch` and `combine` must keep their number format, and why.
-
-    `in_force` is the mode of each node of the graph.
-    """
-    against = {name: _against(found, name, in_force) for name in ("dispatch", "combine")}
+def never_packed(found: FoundExperts, config: MegaMoEConfig) -> dict[str, Left]:
+    """Return which of `dispatch` and `combine` must keep their number format, and why."""
+    against = {name: _against(found, name) for name in ("dispatch", "combine")}
     if "quantize_exchanges" in config.disable_passes:  # what no pass does is not to be priced
         against = {name: why or NO_PASS for name, why in against.items()}
     return {name: why for name, why in against.items() if why is not None}
@@ -86,7 +79,7 @@ def _wire_asked(name: str, option: str, draft: Draft) -> str:
     return chosen.dispatch_wire if name == "dispatch" else chosen.combine_wire
 
 
-def _against(found: FoundExperts, name: str, in_force: Mapping[fx.Node, Mode]) -> Left | None:
+def _against(found: FoundExperts, name: str) -> Left | None:
     """Return why the rows of an exchange must not be rounded, or would not be shorter."""
     rows = found.rows[name]
     if rows is None or rows.dim() != 2 or not rows.dtype.is_floating_point:
@@ -100,20 +93,18 @@ def _against(found: FoundExperts, name: str, in_force: Mapping[fx.Node, Mode]) -
         return Left(Reason.NO_E4M3)
     region = found.region
     launch = region.dispatch if name == "dispatch" else region.combine
-    reason = _needs_its_rows(launch, found, in_force)
+    reason = _needs_its_rows(launch, found)
     return None if reason is None else Left(reason)
 
 
-def _needs_its_rows(
-    launch: fx.Node, found: FoundExperts, in_force: Mapping[fx.Node, Mode]
-) -> Reason | None:
+def _needs_its_rows(launch: fx.Node, found: FoundExperts) -> Reason | None:
     """Return what of the program around an exchange would not be right of rounded rows."""
     if isinstance(found.proof, Left) and found.proof.reason is Reason.COMMUNICATES:
         return Reason.COMMUNICATES
-    waits = waits_on(launch)
+    waits, modes = waits_on(launch), found.region.facts.modes
     if len(launch.users) != 1 or not waits:
         return Reason.UNKNOWN_FORM
-    if any(in_force[launch] != in_force[wait] for wait in waits):
+    if any(modes[launch] != modes[wait] for wait in waits):
         return Reason.STATE_CHANGES
     return Reason.INTEGERS if _makes_integers(found.region) else None
 
