@@ -212,7 +212,7 @@ class _Phase:
         return one.num_chunks > 1 and not self.region.in_slices and one.dispatch == "all_to_all"
 
     def _moving_us(self, nbytes: float, num_times: int) -> float:
-        return self.rates.compute_us(0.0, MOVED * nbytes * num_times, num_times)
+        return self.rates.memory_us(MOVED * nbytes * num_times, num_times)
 
     def _join(self, other: int) -> int:
         """Return the task that makes one of what the chunks of a work made."""
@@ -223,7 +223,7 @@ class _Phase:
             is_sorted = self._sorts_rows and work.exchange in ("dispatch", "combine", "beside")
             passes, num_kernels = self._to_sort_back(other) if is_sorted else (MOVED, 1)
             nbytes = 0.0 if is_one else passes * work.written
-            us = self.rates.compute_us(0.0, nbytes, 0 if is_one else num_kernels)
+            us = self.rates.memory_us(nbytes, 0 if is_one else num_kernels)
             if self._unpacks_joined(other):
                 us = self._join_messages_us(work)
             self.joined[other] = self.made.add("join", us, parts)
@@ -245,7 +245,7 @@ class _Phase:
     def _join_messages_us(self, work: Work) -> float:
         """Return the time of it: messages read and written, read, and rows written."""
         share = self._share_of(work)
-        return self.rates.compute_us(0.0, (1.0 + share * (1.0 + MOVED)) * work.written, 2)
+        return self.rates.memory_us((1.0 + share * (1.0 + MOVED)) * work.written, 2)
 
     def _share_of(self, work: Work) -> float:
         """Return the bytes of what travels of a work over those of the model's number format."""
@@ -274,7 +274,7 @@ class _Phase:
     def _sort(self, needs: list[int]) -> int:
         """Return the task that sorts the rows by chunk before the first exchange."""
         if self.sorted is None:
-            us = self.rates.compute_us(0.0, 0.0, ORDER_KERNELS) if self._is_forward else 0.0
+            us = self.rates.memory_us(0.0, ORDER_KERNELS) if self._is_forward else 0.0
             assert self.sorts is not None
             is_packed = self._share_of(self.work[self.sorts]) < 1.0
             if not is_packed and not self._rows_are_fusible():
@@ -351,7 +351,7 @@ class _Phase:
         smaller, rows = self._share_of(work), work.link_bytes * share
         is_packed = smaller < 1.0
         if is_packed:
-            pack_us = self.rates.compute_us(0.0, self._rows_packed(index, rows) + rows * smaller, 1)
+            pack_us = self.rates.memory_us(self._rows_packed(index, rows) + rows * smaller)
             needs = [self.made.add("pack", pack_us, needs)]
         launch = self.made.add("launch", self.rates.op_overhead_us, needs)
         us = self.rates.link_us(rows * smaller, is_gather=work.is_gather)
@@ -359,7 +359,7 @@ class _Phase:
         if not is_packed or self._unpacks_joined(index):
             return done
         written = 0.0 if index in self.folds.permuted else rows
-        unpack_us = self.rates.compute_us(0.0, written + rows * smaller, 1)
+        unpack_us = self.rates.memory_us(written + rows * smaller)
         return self.made.add("unpack", unpack_us, [done])
 
     def _rows_packed(self, index: int, rows: float) -> float:

@@ -5,33 +5,19 @@ Contract
     Tasks are those of `region_tasks`, with the rows that each chunk has on each rank. All ranks run
     them in the order that suits even ranks, which is all that a compiler knows.
     Where edges go by load, agreeing on them is counted: one all-gather of counts, and kernels.
+    They are candidates only where they gain more than 1 % over even ones in as many chunks.
+    Rows are expected numbers, in units of the rows that a rank has where all experts are as
+    popular; nothing is random but which expert is how popular, which follows from a seed alone.
 
 Pseudo-code
     which expert is how popular: `DRAWS` draws by stated seeds; the price is their mean
     chunks of each rank's experts: at even distances, or by the rows of each draw
     of ranks only those count that have most rows of some run of chunks
-    an exchange lasts as long as that of the rank with most rows of its chunk
-
-How many rows every expert gets under a stated popularity, and ranges of a rank's experts.
-Nothing is random but which expert is how popular, and that follows from a seed alone: the same
-on every rank. Rows are expected numbers, in units of the rows that a rank has where all experts
-are as popular.
-
-Pseudo-code
+    a collective starts once it is at the front on every rank, and lasts as long as that of the rank
+    with most rows of its chunk; it is slowed while any rank computes
     popularity[i] = (i + 1) ** -skew, shuffled by the seed
     share[e] = how likely e is among the distinct experts of a token, drawn by popularity
     rows[r][e] = share over the mean rank's, experts rank-major
-
-Tasks of several ranks whose collectives are one: how long all take.
-All ranks have the same tasks and run them in one order, as compiled code does: the order of
-the better timeline of even ranks, which is what a scheduler knows. A collective starts once it
-is at the front on every rank. Compute is slowed while one runs; it is slowed while any rank
-computes.
-
-Choose the number of chunks of experts, and their edges, under a stated skew of the routing.
-As of `choose_plan`, by the price of all ranks at once.
-Where both edges may be chosen, those by load are candidates only where they gain more than 1 %
-over even ones in as many chunks.
 """
 
 from __future__ import annotations

@@ -4,12 +4,6 @@ Contract
     Times are microseconds on one rank, the busiest where routing is imbalanced. `part` is the
     share of the micro-batch's rows, or of the local experts, that a chunk has.
     Byte counts are those of Megatron-style bf16 training; sources stand with each formula.
-
-Bytes of rows that a rank sends to experts and back, by the link they take.
-At the fit's imbalance: of the busiest rank. Rows alone; masks and scores beside them are less
-than a hundredth of that.
-
-Rows, widths and experts one rank has of one MoE layer, for one micro-batch.
 """
 
 from __future__ import annotations
@@ -30,9 +24,22 @@ BF16: Final = 2
 """Bytes of an element."""
 
 
+class Sent(NamedTuple):
+    """Bytes that leave a rank."""
+
+    between: float
+    """To other nodes."""
+    within: float
+    """To ranks of its node."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSizes:
-    """See the module docstring; sizes in elements, routing balanced."""
+    """Rows, widths and experts one rank has, in elements, routing balanced; bytes that it sends.
+
+    Bytes of rows are at the fit's imbalance: of the busiest rank. Masks and scores beside them are
+    less than a hundredth of that.
+    """
 
     model: ModelShape
     method: Method
@@ -145,20 +152,6 @@ class LayerSizes:
             return self.tokens, width / self.method.ranks
         return self.local_tokens, width
 
-
-class Sent(NamedTuple):
-    """Bytes that leave a rank."""
-
-    between: float
-    """To other nodes."""
-    within: float
-    """To ranks of its node."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowTraffic(LayerSizes):
-    """See the module docstring."""
-
     def row_bytes(self, element_bytes: float) -> float:
         """Return the bytes of a row, times the imbalance."""
         return self.model.width * element_bytes * self.imbalance
@@ -211,7 +204,7 @@ PLACE_BYTES: Final = 8 * 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCosts(RowTraffic):
+class LayerCosts(LayerSizes):
     """See the module docstring."""
 
     @property

@@ -10,11 +10,13 @@ from torch import fx
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from moe_compile.cost.amounts import amounts_of
 from moe_compile.cost.cost_model import estimate_costs, us_by_bound
 from moe_compile.cost.rates import Bound
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_launch, is_wait, overload_name
 from moe_compile.hardware import HardwareProfile
+from moe_compile.hardware.products import Product
 from tests.scheduled_layers import c10d, one_rank_group
 
 UNIT = HardwareProfile(
@@ -57,6 +59,42 @@ A, B = torch.ones(3, 5), torch.ones(5, 7)
 )
 def test_matrix_products_cost_two_operations_per_multiply_add(program, inputs, operations):
     assert compute_us(program, *inputs) == pytest.approx(operations, rel=1e-3)
+
+
+ENDS = torch.tensor([2, 5, 8], dtype=torch.int32)
+ROWS, WEIGHTS = torch.ones(8, 16).bfloat16(), torch.ones(3, 16, 24).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("program", "inputs", "product"),
+    [
+        (torch.mm, (A, B), Product(rows=3, columns=7, reduction=5)),
+        (torch.addmm, (torch.ones(3, 7), A, B), Product(rows=3, columns=7, reduction=5)),
+        (
+            torch.bmm,
+            (torch.ones(4, 3, 5), torch.ones(4, 5, 7)),
+            Product(groups=4, rows=3, columns=7, reduction=5),
+        ),
+        (
+            lambda x, w, ends: torch._grouped_mm(x, w, offs=ends),
+            (ROWS, WEIGHTS, ENDS),
+            Product(groups=3, rows=8 / 3, columns=24, reduction=16, ragged="rows"),
+        ),
+        (
+            lambda x, dy, ends: torch._grouped_mm(x.t(), dy, offs=ends),
+            (ROWS, torch.ones(8, 24).bfloat16(), ENDS),
+            Product(groups=3, rows=16, columns=24, reduction=8 / 3, ragged="reduction"),
+        ),
+    ],
+    ids=["mm", "addmm", "bmm", "grouped", "gradient of grouped"],
+)
+def test_a_product_carries_its_shape(program, inputs, product):
+    """Groups that offsets divide are taken to have as many rows each."""
+    graph = make_fx(program, tracing_mode="fake")(*inputs).graph
+    found = [amounts_of(node, NominalSizes({})) for node in graph.nodes]
+    (amounts,) = (one for one in found if one.product is not None)
+    assert amounts.product == product
+    assert amounts.operations == pytest.approx(product.operations)
 
 
 def test_a_grouped_product_costs_each_row_once_forward_and_for_weights():

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from moe_compile.cost.hop_shape import HopShape
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.hardware import load_profile
+from moe_compile.hardware.products import Product
 from moe_compile.plan.candidates import list_candidates
 from moe_compile.plan.choose_plan import least_us
 from moe_compile.plan.region_tasks import price_us
@@ -24,6 +26,16 @@ RATES = Rates(
     gather_share=0.7,
     contention=0.2,
     overlap_slowdown=0.4,
+    compute=load_profile("h100").compute,
+    large_product_rate=1.07,
+)
+PRODUCTS = st.builds(
+    Product,
+    groups=st.sampled_from([1.0, 8.0]),
+    rows=st.sampled_from([100.0, 129.0, 2048.0]),
+    columns=st.sampled_from([32.0, 768.0]),
+    reduction=st.sampled_from([64.0, 4096.0]),
+    ragged=st.sampled_from(["", "rows", "reduction"]),
 )
 
 
@@ -36,6 +48,7 @@ def regions(draw):
             name="compute",
             needs=needs,
             operations=draw(AMOUNTS),
+            product=draw(st.none() | PRODUCTS),
             nbytes=draw(AMOUNTS),
             weight_bytes=draw(st.just(0.0) | AMOUNTS),
             num_kernels=draw(st.integers(0, 3)),

@@ -8,6 +8,8 @@ from moe_compile.cost.kernel_counts import ORDER_KERNELS
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.tasks import LINK, Priority, Task, run_tasks
+from moe_compile.hardware import load_profile
+from moe_compile.hardware.products import Product
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.region_tasks import Load, price_us, tasks_of
 from tests.region_works import mirrored
@@ -147,3 +149,30 @@ def test_chunks_take_as_long_as_their_loads_say():
         for tasks in tasks_of(work, Candidate(), UNIT, [Load(rows=1.5, sent=2.0, weights=1.0)])
     ]
     assert whole == pytest.approx(150)
+
+
+def test_a_chunk_of_experts_has_some_of_the_groups_and_one_of_tokens_some_of_their_rows():
+    """Of 128 rows an expert of an H100 makes as much as it can, of 64 rows half of that."""
+    product = Product(groups=4, rows=128, columns=2048, reduction=4096, ragged="rows")
+    gradient = Product(groups=4, rows=4096, columns=2048, reduction=128, ragged="reduction")
+    experts = {"operations": product.operations, "is_chunked": True}
+    rates = replace(UNIT, compute=load_profile("h100").compute)
+
+    def slowest(candidate):
+        """Return the microseconds of all chunks' products, then of their gradients."""
+        works = (
+            Work(name="of rows", product=product, **experts),
+            Work(name="of weights", product=gradient, makes_gradient=True, **experts),
+        )
+        phases = tasks_of(there_and_back(works), candidate, rates)
+        return [sum(t.us for t in phases[0] if t.name == work.name) for work in works]
+
+    rows, weights = slowest(Candidate())
+    share = rates.compute.share_of(product)
+    assert rows == pytest.approx(product.operations / 1e6 / share)
+    assert slowest(TWO) == pytest.approx([rows, weights])
+    by_tokens = slowest(replace(TWO, chunk_by="tokens"))
+    halves = rates.compute.share_of(replace(product, rows=64))
+    shorter = rates.compute.share_of(replace(gradient, reduction=64))
+    of_weights = weights * rates.compute.share_of(gradient) / shorter
+    assert by_tokens == pytest.approx([rows * share / halves, of_weights])
