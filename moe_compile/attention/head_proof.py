@@ -116,6 +116,8 @@ def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -
     It would run as it is for a group, and heads that it makes be all of them. An expansion alone
     gets the sizes of the group.
     """
+    if any(holds(dim, head) for _, dim in tracker.closed):
+        raise Lost("heads come together on the way")
     for node in moves:
         if operator_name(node) == "expand" or not is_movement(node):
             continue

@@ -352,6 +352,9 @@ RULES: Final[dict[str, Rule]] = {
 }
 """Operator -> what it does to factors, beside those tagged pointwise and reductions."""
 
+UNIFORM: Final = frozenset({"zeros", "ones", "full", "empty", "scalar_tensor", "empty_strided"})
+"""What makes tensors of nothing that are the same at every index."""
+
 
 def operator_name(func: torch._ops.OpOverload) -> str:
     """Return `mm` of `aten::mm` and `prims::mm`; other namespaces are kept.

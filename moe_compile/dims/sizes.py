@@ -53,12 +53,15 @@ class SizeNumbers:
         """Return what stands for a size, as a factor of its own where it is an expression."""
         if not isinstance(size, torch.SymInt):
             return int(size)
-        expression = expression_of(size)
-        if expression not in self._number_of:
+        return self.number_for(expression_of(size), size)
+
+    def number_for(self, formula: sympy.Expr, size: Any) -> int:
+        """Return the prime that stands for sizes of this formula, of which `size` is one."""
+        if formula not in self._number_of:
             number = int(sympy.nextprime(max(self._stands_for, default=FIRST)))
-            self._number_of[expression] = number
+            self._number_of[formula] = number
             self._stands_for[number] = size
-        return self._number_of[expression]
+        return self._number_of[formula]
 
     def product_of(self, size: Any) -> int:
         """Return what stands for a size; Lost unless it is of numbers and inputs."""

@@ -200,7 +200,8 @@ class Tracker(Notes):
         if whole.dims is None:
             raise Lost(f"{operator_at(node)} makes what is not followed")
         self.put(node, whole.dims)
-        self._picked[node] = self._replayed(node, whole.picked, sources)
+        is_taken = operator_name(node) in ("getitem", "select") and one_index(node) is not None
+        self._picked[node] = self._taken(node, whole.picked, sources, is_taken)
 
     def made_by(
         self, node: fx.Node, sources: Sequence[fx.Node], instead: dict[str, Any] | None = None
@@ -233,13 +234,14 @@ class Tracker(Notes):
         origin = node if node in self._started else None
         return Followed(tensor.detach(), self.dims(node), picked, origin)
 
-    def _replayed(self, node: fx.Node, picked: Picked, sources: Sequence[fx.Node]) -> Picked:
-        """Return the indices of `node`; closes those that no other node can take in its place."""
+    def _taken(
+        self, node: fx.Node, picked: Picked, sources: Sequence[fx.Node], is_taken: bool
+    ) -> Picked:
+        """Return the indices of `node`; closes its own unless another node can take them for it."""
         settled = self.settled(node, picked)
         given = {factor for source in sources for factor in self.picks(source)}
-        own = [factor for factor in settled if factor not in given]
-        if own and (operator_name(node) not in ("getitem", "select") or one_index(node) is None):
-            self.closed += [(node, [factor]) for factor in own]
+        if not is_taken:
+            self.closed += [(node, [factor]) for factor in settled if factor not in given]
         return list(settled.items())
 
     def _take_piece(self, node: fx.Node) -> None:
@@ -251,7 +253,8 @@ class Tracker(Notes):
         if dims is None:
             raise Lost(f"{operator_at(node)} is not followed")
         self.put(node, dims)
-        self._picked[node] = list(self.settled(node, picked).items())
+        is_taken = operator_name(source) in CUTS | {"unbind"}
+        self._picked[node] = self._taken(node, picked, [source], is_taken)
 
     def _exchanged(self, node: fx.Node) -> Dims:
         if not is_even_exchange(node):

@@ -38,6 +38,7 @@ from moe_compile.proof import (
 )
 from moe_compile.proof.indexing import WRITES
 from moe_compile.proof.operator_call import Call, Rule, dim_of
+from moe_compile.proof.within_rows import within_rows
 from moe_compile.regions.filled_orders import all_met
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
@@ -103,38 +104,6 @@ def _check_sizes(call: Call, constant: torch.Tensor, row_dim: int, order: Order)
             raise Left(Reason.ROWS_FROM_OUTSIDE, f"{call.name}: {size} rows of a constant")
         if dim != row_dim and call.facts.depends_on_counts(constant.shape[dim]):
             raise Left(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns of a constant")
-
-
-def reduction(call: Call) -> Value | list[Value]:
-    """A reduction, scan or sort within each row."""
-    tensor, rows = view_rules.the_rows(call)
-    given = call.argument("dim")
-    if given is None and call.name in ("sort", "topk"):
-        given = -1
-    dims = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
-    dims = [dim_of(d, tensor.dim()) for d in dims]
-    if rows.dim in dims:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
-    if any(not isinstance(call.value(t), Rows) for t in call.inputs):
-        raise call.unknown()
-    kept = call.outputs[0].dim() == tensor.dim()
-    dim = rows.dim if kept else rows.dim - sum(d < rows.dim for d in dims)
-    return [Rows(dim, rows.order) for _ in call.outputs]
-
-
-def norm(call: Call) -> Value | list[Value]:
-    """A normalisation within each row, by weights of its expert."""
-    tensor, rows = view_rules.the_rows(call)
-    normalized = len(call.argument("normalized_shape", ()))
-    if not normalized or rows.dim >= tensor.dim() - normalized:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
-    for other in call.inputs[1:]:
-        value = call.value(other)
-        if isinstance(value, Outside):
-            call.note_read(value, None, rows.order, is_summed=True)
-        elif not isinstance(value, Fixed):
-            raise call.unknown()
-    return [Rows(rows.dim, rows.order) for _ in call.outputs]
 
 
 def matmul(call: Call) -> Value:
@@ -203,22 +172,12 @@ ROW_RULES: Final[dict[str, Rule]] = {
     "stack": view_rules.stacked,
     "constant_pad_nd": view_rules.padded,
     "copy": copied,
-    **dict.fromkeys(
-        (
-            "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std",
-            "var_mean", "prod", "any", "all", "logsumexp", "linalg_vector_norm", "norm",
-            "_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort", "glu",
-        ),
-        reduction,
-    ),
-    "native_layer_norm": norm,
-    "_fused_rms_norm": norm,
     "mm": matmul,
     "addmm": matmul,
     "bmm": batched_matmul,
     "_grouped_mm": grouped_rules.grouped_matmul,
 }  # fmt: skip
-"""Operators on rows, beside indexing and those tagged pointwise."""
+"""Operators on rows, beside indexing, those tagged pointwise and those that treat rows apart."""
 
 
 def apply(call: Call) -> Value | list[Value]:
@@ -261,9 +220,7 @@ def _on_rows(call: Call) -> Value | list[Value]:
         raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     if rule is not None:
         return rule(call)
-    if call.is_pointwise:
-        return pointwise(call)
-    raise call.unknown()
+    return pointwise(call) if call.is_pointwise else within_rows(call)
 
 
 def from_outside(call: Call, given: Sequence[Outside]) -> Value | list[Value]:
@@ -291,14 +248,6 @@ def _entries(call: Call) -> list[int] | None:
     return [index % size] if known else None
 
 
-WITHIN_ROWS: Final = frozenset(
-    {
-        "self", "input", "dim", "keepdim", "dtype", "correction", "unbiased", "half_to_float",
-        "ord", "p", "k", "largest", "sorted", "descending", "stable",
-    }
-)  # fmt: skip
-"""Of reductions, scans and sorts: what they do is theirs, along which dimensions is looked at."""
-
 UNDERSTOOD: Final[dict[str, frozenset[str]]] = {
     "view": frozenset({"self", "size"}),
     "_unsafe_view": frozenset({"self", "size"}),
@@ -318,8 +267,6 @@ UNDERSTOOD: Final[dict[str, frozenset[str]]] = {
     "cat": frozenset({"tensors", "dim"}),
     "stack": frozenset({"tensors", "dim"}),
     "constant_pad_nd": frozenset({"self", "pad", "value"}),
-    "native_layer_norm": frozenset({"input", "normalized_shape", "weight", "bias", "eps"}),
-    "_fused_rms_norm": frozenset({"input", "normalized_shape", "weight", "eps"}),
     "mm": frozenset({"self", "mat2"}),
     "addmm": frozenset({"self", "mat1", "mat2"}),
     "bmm": frozenset({"self", "mat2"}),
@@ -337,14 +284,6 @@ UNDERSTOOD: Final[dict[str, frozenset[str]]] = {
     "repeat_interleave": frozenset({"repeats", "output_size"}),
     "nonzero": frozenset({"self"}),
     "histc": frozenset({"self", "bins", "min", "max"}),
-    **dict.fromkeys(
-        (
-            "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std",
-            "var_mean", "prod", "any", "all", "logsumexp", "linalg_vector_norm", "norm",
-            "_softmax", "_log_softmax", "cumsum", "cumprod", "topk", "sort", "glu",
-        ),
-        WITHIN_ROWS,
-    ),
 }  # fmt: skip
 
 

@@ -11,10 +11,13 @@ from moe_compile.dims import operators
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.kernel_bits import KernelBits, bits_by
 from moe_compile.testing.programs.grammar import Capacity
+from moe_compile.proof.row_proof import RowProof
 from passes.pipeline import DYNAMO, run_level
 from tests.capture import dynamo_graphs, state
 from tests.dims import test_operator_rules
 from tests.layer_programs import layer_of
+from tests.layers import GroupedExperts
+from tests.proof.verdicts import judge, layer_of, tokens
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "add-an-operator.md").read_text()
 RULE, ENTRY, SAMPLE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -68,6 +71,23 @@ def test_with_the_rule_of_the_page_the_region_runs_in_chunks(fake_ranks, added):
     assert applied == ("region 0",) and left == ()
     of_chunks = [n for n in graph.nodes if "center_rows" in str(n.target)]
     assert len(of_chunks) == 2
+
+
+class CenteredRows(GroupedExperts):
+    """Experts that are given rows without their means."""
+
+    def experts(self, rows, received):
+        return super().experts(torch.ops.example.center_rows(rows), received)
+
+
+def test_rows_that_are_split_by_counts_have_the_same_rule(fake_ranks, request):
+    def verdict():
+        with bits_by(KernelBits()):
+            return judge(layer_of(CenteredRows, fake_ranks), tokens())
+
+    assert verdict().reason is Reason.UNKNOWN_OPERATOR
+    request.getfixturevalue("added")
+    assert isinstance(verdict(), RowProof)
 
 
 def test_the_sample_of_the_page_passes_and_notices_a_rule_that_closes_nothing(added, monkeypatch):

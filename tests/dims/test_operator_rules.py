@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_compile.dims import operators
-from moe_compile.dims.factors import Lost
+from moe_compile.dims.factors import Lost, flat
 from moe_compile.dims.operators import RULES, operator_name
 from tests.dims.perturbed import Claims
 
@@ -284,6 +284,12 @@ def test_dimensions_in_another_order_are_noticed(name, monkeypatch):
     finally:
         monkeypatch.undo()
         operators.rule_of.cache_clear()
+
+
+def test_places_that_an_operator_counts_are_closed():
+    """A part would count from 0 again, which no change of one index shows."""
+    said = Claims(lambda x: x * torch.arange(4), [drawn((3, 4))])
+    assert [flat(dim) for _, dim in said.notes.closed] == [flat(said.dims[0][1])]
 
 
 def test_an_operator_without_a_rule_is_refused():

@@ -58,7 +58,7 @@ def labels_of_rows_twice(layer, rows, received):
 REFUSED = {
     "mean over all rows": (lambda m, x, c: x - x.mean(0), Reason.ROWS_MIXED),
     "running sum over rows": (lambda m, x, c: torch.cumsum(x, 0), Reason.ROWS_MIXED),
-    "rows reversed": (lambda m, x, c: x.flip(0), Reason.UNKNOWN_OPERATOR),
+    "rows reversed": (lambda m, x, c: x.flip(0), Reason.ROWS_MIXED),
     "attention of rows to rows": (lambda m, x, c: (x @ x.T).softmax(-1) @ x, Reason.ROWS_MIXED),
     "softmax over rows": (lambda m, x, c: x.softmax(0), Reason.ROWS_MIXED),
     "sum of two orders": (lambda m, x, c: x + by_expert(m, x, c), Reason.ROWS_MIXED),
