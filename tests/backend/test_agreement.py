@@ -72,7 +72,7 @@ def bodies_differ(rank, codegen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codegen", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("codegen", ["fx", "inductor"])
 def test_layers_whose_bodies_differ_by_rank_are_left_whole_on_all(two_ranks, codegen):
     """Ranks were stopped, though the program is right and only our rewrites did not fit."""
     for alike, records, reported in two_ranks.run(bodies_differ, codegen):
@@ -122,7 +122,7 @@ def second_layers_differ(rank, late):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("late", [1, 0])
 def test_what_was_agreed_for_one_layer_does_not_bind_another_like_it(two_ranks, late):
     """Whoever came first had launched the second layer's exchanges: the job was stopped."""
     (alike, first), (others_alike, second) = two_ranks.run(second_layers_differ, late)

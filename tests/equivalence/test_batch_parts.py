@@ -19,7 +19,6 @@ from tests.batch_layers import (
 from tests.dispatch_layers import InOrder, SharedByIndex, SharedInOrder, SharedInOrderWeighted
 from tests.layers import GroupedExperts
 from tests.sharded_blocks import GatheredSequence, Sharded
-from tests.slow_parameters import slow_but
 
 
 def drawn(rank, size, dtype):
@@ -98,10 +97,7 @@ SHARED = (SharedInOrderWeighted, SharedInOrder, SharedByIndex)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layer"),
-    slow_but(
-        [(Sharded, SharedInOrderWeighted)],
-        [(model, layer) for model in (Sharded, GatheredSequence) for layer in SHARED],
-    ),
+    [(model, layer) for model in (Sharded, GatheredSequence) for layer in SHARED],
 )
 def test_ranks_that_share_sequences_share_out_the_tokens_of_a_part(two_ranks, model, layer):
     """Tensor parallelism with divided sequences: each rank routes half of the tokens of a part."""

@@ -181,8 +181,8 @@ def beyond_bound(rank, case, style, wires):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", slow_but([InOrder], [InOrder, Around, InOrderWeighted]))
-@pytest.mark.parametrize(("top_k", "width"), slow_but([(6, 16)], [(6, 16), (3, 160)]))
+@pytest.mark.parametrize("style", [InOrder, Around, InOrderWeighted])
+@pytest.mark.parametrize(("top_k", "width"), [(6, 16), (3, 160)])
 def test_sums_on_nodes_stay_within_the_bound(fresh_nodes, style, top_k, width):
     """And are packed as stated: rows inside the node, then the sums of nodes."""
     case = a_case(style, TOKENS, top_k=top_k, width=width)
@@ -193,7 +193,7 @@ def test_sums_on_nodes_stay_within_the_bound(fresh_nodes, style, top_k, width):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", slow_but(["exact"], ["exact", "rounded"]))
+@pytest.mark.parametrize("nodes", ["exact", "rounded"])
 def test_a_message_crosses_to_a_node_once(fresh_nodes, nodes):
     """As many rows as in the model's format, each of `row_bytes`; nothing else changes."""
     case = a_case(GroupedExperts, (40, 33, 21, 50))

@@ -8,7 +8,6 @@ from torch import nn
 
 from moe_compile.report.process_report import REPORT
 from tests.layers import Routed
-from tests.slow_parameters import slow_but
 
 FX = {"megamoe.codegen": "fx", "megamoe.chunks": 2, "megamoe.strict": True}
 
@@ -102,7 +101,7 @@ STYLES = [MaskedByLabels, ClampedLabels, ClampedLabelsOfBiases, WrittenAndKept]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", slow_but([ClampedLabels], STYLES))
+@pytest.mark.parametrize("style", STYLES)
 def test_masks_of_labels_are_equal_in_chunks(two_ranks, style):
     plain, chunked = (two_ranks.run(outcome, style, way) for way in ("aot_eager", "megamoe"))
     for (expected, _), (found, verdicts) in zip(plain, chunked, strict=True):

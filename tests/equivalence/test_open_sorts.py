@@ -2,20 +2,15 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.fx as fx
 import torch.nn.functional as F
 
 from moe_compile.graph.open_sorts import is_open_sort, make_stable
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import RowProof
-from moe_compile.report.process_report import REPORT
-from passes.detect_regions import DetectRegions
-from tests.capture import dynamo_graphs, state
+from tests.equivalence.test_shared_parameters import outcome, proof_of
 from tests.layers import Routed
 from tests.slow_parameters import slow_but
-
-WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 24, 6, 2
 
 OPEN = {
     "argsort": torch.argsort,
@@ -41,8 +36,8 @@ class Sorted(Routed):
         h = gate * torch._grouped_mm(x, self.w3, offs=offs)
         out = torch._grouped_mm(h, self.w2, offs=offs)
         if self.terms is not None:
-            self.terms["h"], self.terms["ends"] = h.detach().double(), offs.tolist()
-            out.register_hook(lambda g: self.terms.update(g=g.double()))
+            self.terms |= {"h": [h.detach().double()], "ends": offs.tolist()}
+            out.register_hook(lambda g: self.terms["g"].append(g.double()))
         return torch.zeros_like(out).index_copy(0, perm, out)
 
 
@@ -52,33 +47,10 @@ class Open(Sorted):
     order = staticmethod(OPEN["argsort"])
 
 
-def run(rank, style, backend, chunks, numerics="exact"):
-    """Return a step's tensors by name, terms of the gradient of `w2`, and the regions' reports."""
-    torch._dynamo.reset()
-    before = len(REPORT.compilations)
-    layer = style(WIDTH, HIDDEN, EXPERTS, TOP_K, dist.group.WORLD)
-    step = layer
-    if backend == "megamoe":
-        options = {"codegen": "fx", "chunks": chunks, "numerics": numerics}
-        step = torch.compile(
-            layer, backend=backend, options={f"megamoe.{k}": v for k, v in options.items()}
-        )
-    else:
-        layer.terms = {}
-    own = torch.Generator().manual_seed(rank)
-    x = torch.randn(90 + rank, WIDTH, generator=own).bfloat16().requires_grad_()
-    out = step(x)
-    out.float().square().sum().backward()
-    tensors = {"output": out.detach(), "input": x.grad}
-    tensors |= {name: weight.grad for name, weight in layer.named_parameters()}
-    regions = [r for c in REPORT.compilations[before:] for r in c.regions]
-    return tensors, layer.terms, [(r.verdict, *r.remarks, *r.to_do) for r in regions]
-
-
 @pytest.mark.parametrize("chunks", slow_but([2], [2, 3]))
 def test_chunks_compute_what_a_stable_sort_does(two_ranks, chunks):
-    stable = two_ranks.run(run, Sorted, "eager", 1)
-    chunked = two_ranks.run(run, Open, "megamoe", chunks, "bounded")
+    stable = two_ranks.run(outcome, Sorted, "eager", "exact")
+    chunked = two_ranks.run(outcome, Open, "megamoe", "bounded", chunks)
     for (expected, _, _), (found, _, ((verdict, *remarks),)) in zip(stable, chunked, strict=True):
         assert verdict == "chunked"
         assert any("test_open_sorts.py" in r and "m eps times" in r for r in remarks)
@@ -87,23 +59,24 @@ def test_chunks_compute_what_a_stable_sort_does(two_ranks, chunks):
 
 @pytest.mark.slow
 def test_gradients_keep_the_bound_of_the_order_that_torch_chose(two_ranks):
-    plain = two_ranks.run(run, Open, "eager", 1)
-    chunked = two_ranks.run(run, Open, "megamoe", 2, "bounded")
+    plain = two_ranks.run(outcome, Open, "eager", "exact")
+    chunked = two_ranks.run(outcome, Open, "megamoe", "bounded")
     for (expected, terms, _), (found, _, _) in zip(plain, chunked, strict=True):
         assert torch.equal(expected["output"], found["output"])
+        (h,), (g,) = terms["h"], terms["g"]
         eps, start = torch.finfo(torch.bfloat16).eps, 0
         for expert, end in enumerate(terms["ends"]):
             rows = slice(start, end)
-            sums = terms["h"][rows].abs().T @ terms["g"][rows].abs()
+            sums = h[rows].abs().T @ g[rows].abs()
             off = (expected["w2"][expert].double() - found["w2"][expert].double()).abs()
             assert torch.all(off <= (end - start) * eps * sums)
             start = end
 
 
 def test_a_region_is_whole_and_keeps_its_bits_where_nothing_may_round(two_ranks):
-    plain = two_ranks.run(run, Open, "eager", 1)
+    plain = two_ranks.run(outcome, Open, "eager", "exact")
     for (expected, _, _), (found, _, ((verdict, *said),)) in zip(
-        plain, two_ranks.run(run, Open, "megamoe", 2), strict=True
+        plain, two_ranks.run(outcome, Open, "megamoe", "exact"), strict=True
     ):
         assert Reason.UNSTABLE_SORT.value in verdict
         assert "megamoe.numerics = 'bounded' allows it" in verdict
@@ -111,19 +84,10 @@ def test_a_region_is_whole_and_keeps_its_bits_where_nothing_may_round(two_ranks)
         assert all(torch.equal(expected[n], found[n]) for n in expected)
 
 
-def proof_of(style, group, numerics="bounded"):
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(style(WIDTH, HIDDEN, EXPERTS, TOP_K, group), x)
-    ours = state(chunks=2, numerics=numerics)
-    DetectRegions().run(gm.graph, ours)
-    (found,) = ours.found.experts
-    return found.proof
-
-
 @pytest.mark.parametrize("spelling", slow_but([*OPEN][::3], OPEN))
 def test_every_spelling_is_found(fake_ranks, spelling):
     style = type("Spelled", (Sorted,), {"order": staticmethod(OPEN[spelling])})
-    proof = proof_of(style, fake_ranks)
+    proof = proof_of(style, fake_ranks, "bounded")
     assert isinstance(proof, RowProof), proof
     (sort,) = proof.reordered
     assert is_open_sort(sort)
@@ -141,7 +105,7 @@ def test_sorts_of_different_elements_and_stable_ones_are_left(fake_ranks):
             perm = self.order(self.expert_of_rows(rows, received))
             return torch.tanh(rows[perm])[torch.argsort(perm)]
 
-    proof = proof_of(UndoneBySort, fake_ranks)
+    proof = proof_of(UndoneBySort, fake_ranks, "bounded")
     assert isinstance(proof, RowProof), proof
     assert proof.reordered == ()
 
@@ -157,7 +121,7 @@ class LessTheFirstRow(Open):
 
 
 def test_what_more_than_a_sum_depends_on_stays_refused(fake_ranks):
-    verdict = proof_of(LessTheFirstRow, fake_ranks)
+    verdict = proof_of(LessTheFirstRow, fake_ranks, "bounded")
     refused = (Reason.UNSTABLE_SORT, Reason.ROWS_MIXED)  # torch 2.11 knows no length of `part[:1]`
     assert getattr(verdict, "reason", verdict) in refused
     assert "bounded" not in verdict.detail

@@ -33,16 +33,21 @@ def computed(function, layer, x):
     return [output.detach(), mine.grad, *local]
 
 
-def run(rank, indices, chunks, tokens, edges="even"):
-    """Return which tensors of a step are those of eager."""
+def layers_on(rank, indices, **options):
+    """Return the layer as it is, and compiled; the indices of rows are made by `indices`."""
     kernel = importlib.import_module("torchtitan.models.moe.utils")
     titan_layer = importlib.import_module("tests.proof.titan_layer")
     kernel.generate_permute_indices = getattr(titan_layer, indices)
     torch._dynamo.reset()
     eager, other = layer_on(rank), layer_on(rank)
-    options = {"megamoe.chunks": chunks, "megamoe.codegen": "fx", "megamoe.strict": True}
-    options["megamoe.chunk_edges"] = edges
+    options = {f"megamoe.{n}": v for n, v in {"codegen": "fx", "strict": True, **options}.items()}
     compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=options)
+    return eager, other, compiled
+
+
+def run(rank, indices, chunks, tokens, edges):
+    """Return which tensors of a step are those of eager."""
+    eager, other, compiled = layers_on(rank, indices, chunks=chunks, chunk_edges=edges)
     x = torch.randn(tokens[rank], WIDTH).to(torch.bfloat16)
     both = zip(computed(eager, eager, x), computed(compiled, other, x), strict=True)
     return [torch.equal(a, b) for a, b in both]
@@ -53,14 +58,8 @@ def in_parts(rank, tokens):
 
     And whether the indices that the layer keeps, which a kernel writes, are those of the whole.
     """
-    kernel = importlib.import_module("torchtitan.models.moe.utils")
-    titan_layer = importlib.import_module("tests.proof.titan_layer")
-    kernel.generate_permute_indices = titan_layer.permute_indices_by_kernel
-    torch._dynamo.reset()
-    eager, other = layer_on(rank), layer_on(rank)
-    options = {"megamoe.batch_parts": 2, "megamoe.codegen": "fx", "megamoe.strict": True}
-    options |= {"megamoe.chunks": 1, "megamoe.equal_tokens": True}
-    compiled = torch.compile(other, backend="megamoe", fullgraph=True, options=options)
+    asked = {"batch_parts": 2, "chunks": 1, "equal_tokens": True}
+    eager, other, compiled = layers_on(rank, "permute_indices_by_kernel", **asked)
     x = torch.randn(tokens, WIDTH).to(torch.bfloat16)
     first, last = (computed(eager, eager, part) for part in x.chunk(2))
     expected = [torch.cat((mine, its)) for mine, its in zip(first[:2], last[:2], strict=True)]
@@ -79,31 +78,21 @@ def pool():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("indices", "chunks", "tokens"),
+    ("indices", "chunks", "tokens", "edges"),
     [
-        ("permute_indices", 2, (2048, 1500)),
-        pytest.param("permute_indices", 4, (700, 5), marks=pytest.mark.slow),
-        pytest.param("permute_indices", 3, (2048, 1500), marks=pytest.mark.slow),
-        pytest.param("permute_indices", 2, (0, 9), marks=pytest.mark.slow),
-        pytest.param("permute_indices_by_kernel", 4, (2048, 1500), marks=pytest.mark.slow),
+        ("permute_indices", 2, (2048, 1500), "even"),
+        ("permute_indices", 4, (700, 5), "even"),
+        ("permute_indices", 3, (2048, 1500), "even"),
+        ("permute_indices", 2, (0, 9), "even"),
+        ("permute_indices_by_kernel", 4, (2048, 1500), "even"),
+        ("permute_indices", 2, (2048, 1500), "load"),
+        ("permute_indices", 3, (700, 5), "load"),
+        ("permute_indices", 2, (0, 9), "load"),
     ],
 )
-def test_a_chunk_with_its_own_weights_alone_has_eagers_bits(pool, indices, chunks, tokens):
-    for same in pool.run(run, indices, chunks, tokens):
-        assert all(same), same
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("chunks", "tokens"),
-    [
-        (2, (2048, 1500)),
-        pytest.param(3, (700, 5), marks=pytest.mark.slow),
-        pytest.param(2, (0, 9), marks=pytest.mark.slow),
-    ],
-)
-def test_so_has_one_whose_experts_follow_from_their_rows(pool, chunks, tokens):
-    for same in pool.run(run, "permute_indices", chunks, tokens, "load"):
+def test_a_chunk_with_its_own_weights_alone_has_eagers_bits(pool, indices, chunks, tokens, edges):
+    """So has one whose experts follow from their rows."""
+    for same in pool.run(run, indices, chunks, tokens, edges):
         assert all(same), same
 
 

@@ -114,7 +114,7 @@ def test_common_forms_equal_accumulation(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rewrite", slow_but([Rewrite.PARTS], sorted(PARTED, key=str)))
+@pytest.mark.parametrize("rewrite", sorted(PARTED, key=str))
 def test_a_program_of_any_size_equals_accumulation(rewrite):
     judgement = judged(program(rewrite=rewrite, tokens=((6, 6), (9, 9), (3, 3)), dynamic=True))
     assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail

@@ -242,7 +242,7 @@ BESIDE_TORCH = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", slow_but(BESIDE_TORCH[:1], BESIDE_TORCH))
+@pytest.mark.parametrize("program", BESIDE_TORCH)
 def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge, program):
     judgement = judge.judge(source_of(program))
     assert judgement.kind is Kind.AS_TORCH, judgement.detail

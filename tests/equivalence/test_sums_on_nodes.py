@@ -94,7 +94,7 @@ def test_sums_that_do_not_round_are_equal(two_nodes, style, dtype):  # noqa: F81
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", slow_but([SharedInOrder], [SharedInOrder, SharedInOrderWeighted]))
+@pytest.mark.parametrize("style", [SharedInOrder, SharedInOrderWeighted])
 def test_tokens_of_which_another_rank_sends_the_rows_have_sums_of_zero(two_nodes, style):  # noqa: F811
     dtype = torch.float32 if style is SharedInOrderWeighted else torch.float64
     check(two_nodes.run(differing, whole_case((6, 1, 11, 4), dtype=dtype, top_k=4), style))
@@ -274,8 +274,8 @@ def beyond_bound(rank, case, style, num_nodes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", slow_but([InOrder], (*WEIGHTED, OntoTokens)))
-@pytest.mark.parametrize("top_k", [6, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("style", (*WEIGHTED, OntoTokens))
+@pytest.mark.parametrize("top_k", [6, 3])
 def test_sums_stay_within_the_bound(two_nodes, style, top_k):  # noqa: F811
     """Of float64 sums of the very terms; gradients of experts are of the same rows, and equal."""
     check(two_nodes.run(beyond_bound, a_case(GroupedExperts, TOKENS, top_k=top_k), style, NODES))
@@ -289,7 +289,7 @@ def differing_bits(rank, case, style):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", slow_but([InOrder], [Around, InOrder]))
+@pytest.mark.parametrize("style", [Around, InOrder])
 def test_two_rows_a_token_change_no_bit(two_nodes, style):  # noqa: F811
     """A sum of two rounds once, on the node or at home; bf16, ranks without tokens."""
     check(two_nodes.run(differing_bits, a_case(GroupedExperts, EMPTY, top_k=2), style))

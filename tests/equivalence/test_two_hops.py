@@ -84,7 +84,7 @@ PARTS = (SharedInOrderWeighted, SharedInOrder, SharedByIndex)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", slow_but(PARTS[:1], PARTS))
+@pytest.mark.parametrize("style", PARTS)
 def test_ranks_that_send_the_rows_of_one_half_of_their_tokens(two_nodes, style):
     """One rank has one token, and no row; the last token of an odd number has none."""
     check(two_nodes.run(differing, a_case(GroupedExperts, (6, 1, 11, 4)), style))

@@ -60,14 +60,7 @@ CHECKPOINTING = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        CHECKPOINTING["none"],
-        *(pytest.param(CHECKPOINTING[x], marks=pytest.mark.slow) for x in list(CHECKPOINTING)[1:]),
-    ],
-    ids=list(CHECKPOINTING),
-)
+@pytest.mark.parametrize("settings", CHECKPOINTING.values(), ids=CHECKPOINTING)
 def test_two_blocks_to_a_graph_train_as_one_does(pool_for, one_by_one, tmp_path, settings):
     ours = grouped(pool_for, tmp_path, 2, settings)
     assert_alike(ours, one_by_one(2, *settings))

@@ -157,9 +157,7 @@ SEQUENCES = ((2, 6), (2, 6), (1, 9), (1, 9))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "score_before_experts", [pytest.param(True, marks=pytest.mark.slow), False]
-)
+@pytest.mark.parametrize("score_before_experts", [True, False])
 def test_no_bit_changes_where_two_ranks_share_the_routing_of_a_token(
     four_ranks, score_before_experts
 ):

@@ -45,6 +45,15 @@ def chunked(program, chunks, **options):
     return gm.graph, carried_out(results, "chunks")
 
 
+def whole(program, chunks=2, of_tokens=True):
+    """Return the verdicts on what is left whole in `program`, its graph, and the graph before."""
+    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=of_tokens)
+    (gm,) = dynamo_graphs(program, x)
+    before = str(gm.graph)
+    results = run_level(DYNAMO, gm.graph, state(chunks=chunks))
+    return carried_out(results, "chunks").skipped, gm.graph, before
+
+
 def layer(style, group):
     return style(WIDTH, HIDDEN, EXPERTS, TOP_K, group)
 
@@ -220,13 +229,9 @@ def test_a_loop_runs_only_the_experts_of_the_chunk(fake_ranks):
 
 
 def test_one_chunk_leaves_the_graph_as_it_was(fake_ranks):
-    program = layer(GroupedExperts, fake_ranks)
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(program, x)
-    before = str(gm.graph)
-    report = carried_out(run_level(DYNAMO, gm.graph, state(chunks=1)), "chunks")
-    assert str(gm.graph) == before
-    assert [v.why for v in report.skipped] == ["the options leave it off (one chunk is asked for)"]
+    left, graph, before = whole(layer(GroupedExperts, fake_ranks), chunks=1)
+    assert str(graph) == before
+    assert [v.why for v in left] == ["the options leave it off (one chunk is asked for)"]
 
 
 def test_one_local_expert_leaves_the_region_whole(fake_ranks):
@@ -371,9 +376,7 @@ OVERTAKING = [
 @pytest.mark.parametrize("style", OVERTAKING)
 def test_a_write_that_would_run_before_a_reader_leaves_the_region_whole(fake_ranks, style):
     """What the host reads, and all that is computed from counts, is made first in a chunk."""
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(layer(style, fake_ranks), x)
-    (verdict,) = carried_out(run_level(DYNAMO, gm.graph, state(chunks=2)), "chunks").skipped
+    (verdict,), *_ = whole(layer(style, fake_ranks))
     assert verdict.reason is Reason.MUTATED_MEANWHILE, verdict
     assert "would run before" in verdict.detail
 
@@ -429,13 +432,10 @@ def test_what_nobody_reads_once_it_is_written_is_not_written_any_more(fake_ranks
 def test_what_is_read_once_it_is_written_stays(fake_ranks, name):
     """Labels are made of counts, which stay; rows that are handed out keep the region whole."""
     style = type("HandsOut", (WritesAtTheEnd,), {"handed_out": (name,)})
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(layer(style, fake_ranks), x)
-    report = carried_out(run_level(DYNAMO, gm.graph, state(chunks=2)), "chunks")
-    left = [verdict.reason for verdict in report.skipped]
-    assert left == ([Reason.ESCAPES] if name == "rows" else [])
+    left, graph, _ = whole(layer(style, fake_ranks))
+    assert [v.reason for v in left] == ([Reason.ESCAPES] if name == "rows" else [])
     kept = {"labels": "clamp_", "rows": "mul_"}[name]
-    assert [n.target for n in gm.graph.nodes if n.target in ("clamp_", "mul_")].count(kept) == 1
+    assert [n.target for n in graph.nodes if n.target in ("clamp_", "mul_")].count(kept) == 1
 
 
 class GivesNumberOfRows(GroupedExperts):
@@ -634,11 +634,9 @@ def test_gradients_reach_the_rows_of_every_chunk_or_of_none(
     fake_ranks, style, chunks, of_tokens, of_weights, reason
 ):
     """The exchanges of the chunk left the backward pass, of the rank that detached it alone."""
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=of_tokens)
     program = layer(style, fake_ranks).requires_grad_(of_weights)
-    (gm,) = dynamo_graphs(program, x)
-    report = carried_out(run_level(DYNAMO, gm.graph, state(chunks=chunks)), "chunks")
-    assert [v.reason for v in report.skipped] == ([reason] if reason else [])
+    left, *_ = whole(program, chunks, of_tokens)
+    assert [v.reason for v in left] == ([reason] if reason else [])
 
 
 def seen_as_heads(rows):
@@ -716,13 +714,9 @@ def test_a_join_keeps_rows_that_one_of_several_readers_needs(fake_ranks):
 
 
 def test_a_region_is_left_as_it_was_with_the_reason(fake_ranks):
-    program = layer(Centred, fake_ranks)
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(program, x)
-    before = str(gm.graph)
-    report = carried_out(run_level(DYNAMO, gm.graph, state(chunks=2)), "chunks")
-    assert [v.reason for v in report.skipped] == [Reason.ROWS_MIXED]
-    assert str(gm.graph) == before
+    left, graph, before = whole(layer(Centred, fake_ranks))
+    assert [v.reason for v in left] == [Reason.ROWS_MIXED]
+    assert str(graph) == before
 
 
 def test_two_regions_of_one_graph_are_both_chunked(fake_ranks):

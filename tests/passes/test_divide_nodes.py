@@ -1,6 +1,7 @@
 """What the graph holds when rows come in two hops, and why a region keeps its all-to-all."""
 
 import dataclasses
+import functools
 import operator
 from types import SimpleNamespace
 
@@ -54,10 +55,19 @@ from tests.layers import (
     SortedChunks,
 )
 from tests.node_ranks import seat
-from tests.passes.test_switch_dispatch import NoSum, WritesTokens, host_reads
+from tests.passes import test_switch_dispatch
+from tests.passes.test_switch_dispatch import (
+    TOP_K,
+    WIDTH,
+    NoSum,
+    WritesTokens,
+    host_reads,
+    layer,
+    reported,
+    tokens,
+)
 from tests.slow_parameters import slow_but
 
-WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 32, 8, 2
 ASKED = {"nodes": "exact", "chunks": 1}
 STYLES = (GroupedExperts, LoopExperts, FusedGateUp, SharedAndBias, SegmentStarts, Around)
 
@@ -70,12 +80,7 @@ def fake_nodes(no_group_stays):
     return dist.group.WORLD
 
 
-def layer(style, group, top_k=TOP_K):
-    return style(WIDTH, HIDDEN, EXPERTS, top_k, group)
-
-
-def tokens(dtype=torch.bfloat16):
-    return torch.randn(32, WIDTH, dtype=dtype, requires_grad=True)
+aot_graphs = functools.partial(test_switch_dispatch.aot_graphs, asked=ASKED)
 
 
 def divided(program, **options):
@@ -83,13 +88,6 @@ def divided(program, **options):
     (gm,) = dynamo_graphs(program, tokens())
     results = run_level(DYNAMO, gm.graph, state(**{**ASKED, **options}))
     return gm, carried_out(results, "nodes")
-
-
-def aot_graphs(program, **options):
-    (gm,) = dynamo_graphs(program, tokens())
-    compile_state, _ = rewrite(gm, state(**{**ASKED, "strict": True, **options}).config)
-    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
-    return [m.graph for m in trace_both(gm, inputs, compile_state)]
 
 
 def exchanges(graph):
@@ -188,14 +186,10 @@ def test_counts_of_all_ranks_stay_those_of_the_model(fake_nodes):
 
 
 def test_the_report_says_what_was_done(fake_nodes):
-    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
-    compile_state, compilation = rewrite(gm, state(**ASKED).config)
-    (region,) = compilation.regions
+    region, said, plan = reported(layer(GroupedExperts, fake_nodes), **ASKED)
     assert (region.verdict, region.nodes) == ("dispatched in two hops", "exact")
     assert region.num_host_reads == 1
-    said = "; ".join(region.remarks)
     assert "2 nodes of 2 ranks" in said and "crosses to a node once" in said
-    (plan,) = compile_state.plan.regions["experts"]
     assert (plan.nodes, plan.num_nodes, plan.num_chunks) == ("exact", 2, 1)
 
 
@@ -210,12 +204,9 @@ def test_the_report_says_what_was_done(fake_nodes):
 def test_the_report_states_the_bound_of_sums_on_the_nodes(
     fake_nodes, style, num_addends, of_weights
 ):
-    (gm,) = dynamo_graphs(layer(style, fake_nodes), tokens())
-    compile_state, compilation = rewrite(gm, state(nodes="rounded", chunks=1).config)
-    (region,), (plan,) = compilation.regions, compile_state.plan.regions["experts"]
+    region, said, plan = reported(layer(style, fake_nodes), nodes="rounded", chunks=1)
     assert (region.verdict, region.nodes, plan.nodes) == (IN_TWO_HOPS, "rounded", "rounded")
     bound = (1 + 2**-8) ** 3 - 1 + (num_addends + 2) * 2**-24
-    said = "; ".join(region.remarks)
     assert f"at most {bound:.3g} times the sum of their magnitudes" in said
     assert f"sums of {num_addends} per token" in said and "no bit changes" not in said
     assert (f"off by at most {WIDTH} eps" in said) is of_weights
@@ -257,11 +248,8 @@ def test_for_inductor_on_a_cpu_packing_is_written_out(fake_nodes):
     ],
 )
 def test_the_report_says_what_is_packed(fake_nodes, style, said):
-    (gm,) = dynamo_graphs(layer(style, fake_nodes), tokens())
-    compile_state, compilation = rewrite(gm, state(**ASKED, **FP8).config)
-    (region,), (plan,) = compilation.regions, compile_state.plan.regions["experts"]
+    _, remarks, plan = reported(layer(style, fake_nodes), **ASKED, **FP8)
     assert (plan.dispatch_wire, plan.combine_wire) == ("fp8", "fp8")
-    remarks = "; ".join(region.remarks)
     assert said in remarks and "no bit changes" not in remarks
     assert f"dispatch in fp8: {row_bytes(WIDTH)} of {2 * WIDTH} bytes per row" in remarks
 
@@ -276,9 +264,7 @@ def test_the_report_says_what_is_packed(fake_nodes, style, said):
     ],
 )
 def test_the_report_states_the_bound_of_sums_in_eight_bits(fake_nodes, wires, sums):
-    (gm,) = dynamo_graphs(layer(Unweighted, fake_nodes), tokens())
-    _, compilation = rewrite(gm, state(nodes="rounded", chunks=1, **wires).config)
-    said = "; ".join(compilation.regions[0].remarks)
+    _, said, _ = reported(layer(Unweighted, fake_nodes), nodes="rounded", chunks=1, **wires)
     packed = (1 + 2**-4 + 2**-20) ** 2
     bound = packed * ((1 + 2**-8) ** 5 + (TOP_K + 2) * 2**-24) - 1
     assert (f"sums of {sums} have terms" in said) is bool(sums)
@@ -352,11 +338,9 @@ def test_hop_2_of_a_chunk_is_under_way_while_experts_of_the_one_before_compute(f
 
 
 def test_more_chunks_than_experts_are_as_many_as_there_are(fake_nodes):
-    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes), tokens())
-    compile_state, compilation = rewrite(gm, state(**{**ASKED, "chunks": 8}).config)
-    (plan,), (region,) = compile_state.plan.regions["experts"], compilation.regions
+    program = layer(GroupedExperts, fake_nodes)
+    region, said, plan = reported(program, **{**ASKED, "chunks": 8})
     assert plan.num_chunks == region.num_chunks == 2
-    said = "; ".join(region.remarks)
     assert "hop 2, experts and the way home in 2 chunks of experts" in said
 
 
@@ -368,11 +352,10 @@ def by_price(fake_nodes, tmp_path, network, **options):
     slow = dataclasses.replace(load_profile("cpu"), link_gb_per_s=network, link_latency_us=1.0)
     (tmp_path / "slow.toml").write_text(slow.as_toml())
     asked = {"nodes": "auto", "equal_tokens": True, "hardware": str(tmp_path / "slow.toml")}
-    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_nodes, top_k=4), tokens())
-    compile_state, compilation = rewrite(gm, state(**{**asked, **options}).config)
-    (region,), (plan,) = compilation.regions, compile_state.plan.regions["experts"]
+    program = layer(GroupedExperts, fake_nodes, top_k=4)
+    region, said, plan = reported(program, **{**asked, **options})
     assert region.nodes == plan.nodes
-    return region
+    return region, said
 
 
 @pytest.mark.parametrize(
@@ -411,15 +394,14 @@ def test_parts_go_by_price_where_tokens_are_equal(fake_nodes, nodes, chunks):
 
 def test_auto_keeps_the_all_to_all_on_one_link_for_all(fake_nodes, tmp_path):
     """A token has three rows for other ranks; in hops one crosses, and two go on from there."""
-    region = by_price(fake_nodes, tmp_path, 1e-5, numerics="lossy", chunks=1)
+    region, _ = by_price(fake_nodes, tmp_path, 1e-5, numerics="lossy", chunks=1)
     assert region.nodes == "off"
 
 
 def test_the_report_has_times_and_rows_of_each_way(fake_nodes, tmp_path):
     """Four of eight experts, two nodes of four: 68 of 70 choices need both nodes."""
     for nodes in ("auto", "exact"):
-        region = by_price(fake_nodes, tmp_path, 1e-3, nodes=nodes)
-        said = "; ".join(region.remarks)
+        _, said = by_price(fake_nodes, tmp_path, 1e-3, nodes=nodes)
         once = 0.5 * 2 * (1 - 1 / 70)
         figures = (8.0, 4.0 + 2 * once, 4 * once)
         names = ("flat", "in two hops", "with sums on the nodes")
@@ -429,9 +411,8 @@ def test_the_report_has_times_and_rows_of_each_way(fake_nodes, tmp_path):
 
 
 def test_auto_keeps_the_all_to_all_where_two_hops_gain_nothing(fake_nodes, tmp_path):
-    region = by_price(fake_nodes, tmp_path, 1e3, numerics="lossy")
-    assert region.nodes == "off"
-    assert any(Reason.BY_PRICE.value in remark for remark in region.remarks)
+    region, said = by_price(fake_nodes, tmp_path, 1e3, numerics="lossy")
+    assert region.nodes == "off" and Reason.BY_PRICE.value in said
 
 
 def test_the_scheduler_sees_both_links_and_what_they_carry(fake_nodes):
@@ -477,8 +458,8 @@ def reason(program, **options):
 def test_a_part_of_the_tokens_is_not_gathered(fake_nodes):
     """Other ranks have the same tokens, and would gather them as often."""
     (gm,) = dynamo_graphs(layer(SharedByIndex, fake_nodes), tokens())
-    asked = {"dispatch": "all_gather", "equal_tokens": True}
-    (verdict,) = carried_out(run_level(DYNAMO, gm.graph, state(**asked)), "dispatch").skipped
+    asked = state(**test_switch_dispatch.ASKED)
+    (verdict,) = carried_out(run_level(DYNAMO, gm.graph, asked), "dispatch").skipped
     assert verdict.reason is Reason.ROWS_MAY_DIFFER
 
 
@@ -491,7 +472,7 @@ def test_one_node_has_nothing_to_save(fake_nodes):
 
 
 def test_gathered_tokens_have_no_hops(fake_nodes):
-    gathered = {"dispatch": "all_gather", "equal_tokens": True}
+    gathered = test_switch_dispatch.ASKED
     assert reason(layer(GroupedExperts, fake_nodes), **gathered) is Reason.GATHERED
 
 

@@ -102,9 +102,6 @@ def test_four_chunks_and_a_shared_expert_come_near_the_bound(group, ratio):
     assert steps <= RATIOS[ratio] * max(compute, compute / ratio)
 
 
-# --- what it keeps ----------------------------------------------------------------------------
-
-
 # --- one order on all ranks -------------------------------------------------------------------
 
 

@@ -60,10 +60,18 @@ def switched(program, x=None, **options):
     return gm, carried_out(results, "dispatch")
 
 
-def aot_graphs(program, x=None, **options):
+def reported(program, **options):
+    """Return the report of the region of `program`, all it remarks, and the region's plan."""
+    (gm,) = dynamo_graphs(program, tokens())
+    compile_state, compilation = rewrite(gm, state(**options).config)
+    (region,), (plan,) = compilation.regions, compile_state.plan.regions["experts"]
+    return region, "; ".join(region.remarks), plan
+
+
+def aot_graphs(program, x=None, asked=ASKED, **options):
     """Return the forward and the backward graph of `program` after every pass."""
     (gm,) = dynamo_graphs(program, tokens() if x is None else x)
-    compile_state, _ = rewrite(gm, state(**{**ASKED, "strict": True, **options}).config)
+    compile_state, _ = rewrite(gm, state(**{**asked, "strict": True, **options}).config)
     inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
     return [m.graph for m in trace_both(gm, inputs, compile_state)]
 
@@ -148,9 +156,8 @@ def test_tokens_that_do_not_split_evenly_are_gathered_whole_and_told(fake_ranks)
 
 
 def test_slices_of_tokens_are_reported_with_all_that_rounds(fake_ranks):
-    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), tokens())
-    _, compilation = rewrite(gm, state(chunk_by="tokens", chunks=2, **ASKED).config)
-    said = "; ".join(compilation.regions[0].remarks)
+    program = layer(GroupedExperts, fake_ranks)
+    _, said, _ = reported(program, chunk_by="tokens", chunks=2, **ASKED)
     assert "a weight's gradient is summed over chunks" in said
     assert "in four and eight bytes" in said and "outputs and all gradients" in said
 
@@ -169,32 +176,26 @@ def test_a_region_may_gather_the_sums_of_another(fake_ranks):
 
 
 def test_chunks_of_experts_leave_a_gathered_region_whole_with_a_remark(fake_ranks):
-    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), tokens())
-    _, compilation = rewrite(gm, state(chunks=4, strict=True, **ASKED).config)
-    (region,) = compilation.regions
+    program = layer(GroupedExperts, fake_ranks)
+    region, said, _ = reported(program, chunks=4, strict=True, **ASKED)
     assert (region.num_chunks, region.verdict) == (1, "all-gathered")
-    assert any("chunk_by = 'tokens' splits them" in remark for remark in region.remarks)
+    assert "chunk_by = 'tokens' splits them" in said
 
 
 def test_the_report_has_bytes_both_rules_and_the_equality(fake_ranks):
-    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), tokens())
-    _, compilation = rewrite(gm, state(chunks=1, **ASKED).config)
-    (region,) = compilation.regions
+    region, said, _ = reported(layer(GroupedExperts, fake_ranks), chunks=1, **ASKED)
     assert region.dispatch == "all_gather"
     assert region.dispatch_figures == {
         "rows_per_token": 2, "all_to_all_bytes": 32, "all_gather_bytes": 32,
     }  # fmt: skip
     assert region.num_host_reads == 1
-    said = "; ".join(region.remarks)
     assert "k = 2, n = 2: k > n says all-to-all, k > 0.75 n says all-gather" in said
     assert "no bit changes" in said
 
 
 def test_the_report_bounds_sums_of_more_rows(fake_ranks):
-    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks, top_k=4), tokens())
-    _, compilation = rewrite(gm, state(chunks=1, **ASKED).config)
-    (region,) = compilation.regions
-    assert any("off by at most 3 eps times the sum" in remark for remark in region.remarks)
+    _, said, _ = reported(layer(GroupedExperts, fake_ranks, top_k=4), chunks=1, **ASKED)
+    assert "off by at most 3 eps times the sum" in said
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -205,10 +206,7 @@ def test_the_report_bounds_gradients_of_the_weights_of_a_batched_product(fake_ra
         def summed(self, by_token, scores):
             return super().summed(by_token, scores if trained else scores.detach())
 
-    (gm,) = dynamo_graphs(layer(Weighted, fake_ranks, top_k=1), tokens())
-    _, compilation = rewrite(gm, state(chunks=1, **ASKED).config)
-    (region,) = compilation.regions
-    said = "; ".join(region.remarks)
+    _, said, _ = reported(layer(Weighted, fake_ranks, top_k=1), chunks=1, **ASKED)
     assert ("no bit changes" in said) is not trained
     assert (f"off by at most {WIDTH} eps times the sum" in said) is trained
 
