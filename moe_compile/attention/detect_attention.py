@@ -91,7 +91,7 @@ def _region(core: fx.Node, facts: GraphFacts) -> AttentionRegion:
     local = [o for o, found in zip(operands, entering, strict=True) if not found]
     moved = {n for nodes, found in zip(above, entering, strict=True) if found for n in nodes}
     sources = tuple(found[0] if found else None for found in entering)
-    tracker = Tracker()
+    tracker = Tracker(facts.modes)
     track(tracker, dependence.in_order(moved), local)
     head = find_heads(tracker, core, operands, sources, outward)
     _check_arithmetic(core)

@@ -103,7 +103,7 @@ def split_around(facts: GraphFacts, regions: Proven, num_parts: int) -> BatchSpl
     Raises Left or Lost where parts are not proven to compute what the whole does.
     """
     graph = facts.graph
-    tracker, lost = follow_graph(graph, [split for split, _ in regions])
+    tracker, lost = follow_graph(facts, [split for split, _ in regions])
     if unknown := next((n for n in graph.find_nodes(op="placeholder") if n in lost), None):
         raise Lost(lost[unknown])
     why: Left | Lost | None = None

@@ -19,21 +19,23 @@ from moe_compile.batch.token_shares import dims_of_slice
 from moe_compile.dims.factors import Dims, Factor, Lost, flat, size_of, unify
 from moe_compile.dims.sizes import SizeNumbers
 from moe_compile.dims.tracker import Tracker
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.regions.row_chain import num_rows
 from moe_compile.regions.token_sums import base_of
 
 
 def follow_graph(
-    graph: fx.Graph, regions: Collection[SplitRegion]
+    facts: GraphFacts, regions: Collection[SplitRegion]
 ) -> tuple[Tracker, dict[fx.Node, str]]:
     """Return the factors of all that can be followed, and why other nodes cannot."""
     came_back = {num_rows(s.region.result): num_rows(s.region.rows) for s in regions}
-    tracker, lost = Tracker(SizeNumbers(graph, came_back)), dict[fx.Node, str]()
+    numbers = SizeNumbers(facts.graph, came_back)
+    tracker, lost = Tracker(facts.modes, numbers), dict[fx.Node, str]()
     sums = {split.found.sums.total: split for split in regions}
     inner = {n for split in regions for n in inside(split)} - sums.keys()
     slices = {n: split for split in regions if split.share is not None for n in split.share.slices}
-    for node in graph.nodes:
+    for node in facts.graph.nodes:
         if node.op == "placeholder" and tensor_of(node) is not None:
             _start(tracker, node, lost)
         if node.op not in ("call_function", "call_method"):

@@ -118,7 +118,7 @@ def _region(
     result, dependence = waits[-1], facts.dependence
     between = dependence.below([dispatch]) & dependence.above([result], stops=[dispatch])
     body = dependence.in_order(between)
-    tracker = Tracker()
+    tracker = Tracker(facts.modes)
     try:
         _follow(tracker, body)
         experts = _experts(tracker)

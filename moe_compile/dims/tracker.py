@@ -13,7 +13,7 @@ Contract
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -26,6 +26,7 @@ from moe_compile.dims.flow import Flow, Followed, Notes, Picked, Picks
 from moe_compile.dims.node_run import results, run_node
 from moe_compile.dims.sizes import SizeNumbers
 from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.modes import Mode, running_under
 from moe_compile.graph.query import (
     input_splits,
     is_all_to_all,
@@ -100,9 +101,13 @@ def cut_dim(node: fx.Node) -> int:
 class Tracker(Notes):
     """The factors of the values of one region."""
 
-    def __init__(self, numbers: SizeNumbers = NO_SYMBOLS) -> None:
-        """Start with no value known; `numbers` stand for sizes that are symbols."""
+    def __init__(self, modes: Mapping[fx.Node, Mode], numbers: SizeNumbers = NO_SYMBOLS) -> None:
+        """Start with no value known; `numbers` stand for sizes that are symbols.
+
+        `modes` are those that each node of the graph runs under.
+        """
         super().__init__()
+        self._modes = modes
         self.numbers = numbers
         self._dims: dict[fx.Node, Dims] = {}
         self._picked: dict[fx.Node, Picked] = {}
@@ -216,7 +221,8 @@ class Tracker(Notes):
             if source not in self:
                 self.start(source)
         flow = Flow(node, self.numbers, self)
-        made = run_node(flow, self._given, instead)
+        with running_under(self._modes[node]):  # autocast chooses the operators that run
+            made = run_node(flow, self._given, instead)
         if not results(made):
             raise Lost(f"{operator_at(node)} makes no tensor")
         return made, flow

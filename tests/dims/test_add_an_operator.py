@@ -10,12 +10,12 @@ import torch
 from moe_compile.dims import operators
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.kernel_bits import KernelBits, bits_by
-from moe_compile.testing.programs.grammar import Capacity
 from moe_compile.proof.row_proof import RowProof
+from moe_compile.testing.programs.grammar import Capacity
 from passes.pipeline import DYNAMO, run_level
+from tests import layer_programs
 from tests.capture import dynamo_graphs, state
 from tests.dims import test_operator_rules
-from tests.layer_programs import layer_of
 from tests.layers import GroupedExperts
 from tests.proof.verdicts import judge, layer_of, tokens
 
@@ -51,7 +51,8 @@ def added():
 def rewritten():
     """Return what is rewritten where rows go back without their means, and what is left."""
     out = "out.contiguous()"
-    layer = layer_of(Capacity(local=4, top_k=2), out, f"torch.ops.example.center_rows({out})")
+    experts, centered = Capacity(local=4, top_k=2), f"torch.ops.example.center_rows({out})"
+    layer = layer_programs.layer_of(experts, out, centered)
     (gm,) = dynamo_graphs(layer, torch.randn(32, 16, requires_grad=True))
     ours = state(chunks=2)
     with bits_by(KernelBits()):  # as users have it
