@@ -25,7 +25,7 @@ from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.edit import forget_slice_sizes
 from moe_compile.graph.user_order import UserOrder
 from moe_compile.runtime.agreement import Agreement, Calls, Turn, current_agreement
-from moe_compile.runtime.call_log import Program
+from moe_compile.runtime.call_log import CompiledProgram
 from moe_compile.second_backward import refuse_second_order
 
 LOG: Final = logging.getLogger(__name__)
@@ -103,15 +103,15 @@ def programs_of(
     site: str = "",
     is_promised: bool = False,
     left: str = "",
-) -> dict[str, Program]:
+) -> dict[str, CompiledProgram]:
     """Return what a callable is to other ranks, by process group; `plan` "" for no rewrite.
 
     On groups that are not among `rewritten` it launches what the user wrote, whatever the plan.
     A plan holds for one order across groups: ranks whose programs have another run as written.
-    `site`, `is_promised` and `left` as in `Program`.
+    `site`, `is_promised` and `left` as in `CompiledProgram`.
     """
     return {
-        group: Program(
+        group: CompiledProgram(
             order=user.digest,
             plan=f"{plan} {user.digest_of_numbers}" if plan and group in rewritten else "",
             collectives=user.collectives,
@@ -127,7 +127,7 @@ def programs_of(
 
 def agreed_callable(
     compiled: Compiled,
-    programs: Mapping[str, Program],
+    programs: Mapping[str, CompiledProgram],
     compile_whole: Callable[[], Compiled] | None,
 ) -> Compiled:
     """Return a callable that runs `compiled` once all ranks may, or what `compile_whole` returns.
@@ -182,13 +182,13 @@ class _Agreed:
     def __init__(
         self,
         compiled: Compiled,
-        programs: Mapping[str, Program],
+        programs: Mapping[str, CompiledProgram],
         compile_whole: Callable[[], Compiled] | None,
     ) -> None:
         self.current = compiled
         self.has_met = False
         self.agreement: Agreement | None = None
-        self.notes: list[tuple[Callable[[Program], None], Program]] = []
+        self.notes: list[tuple[Callable[[CompiledProgram], None], CompiledProgram]] = []
         self._programs, self._compile_whole = programs, compile_whole
         self.calls: Calls = ()
 

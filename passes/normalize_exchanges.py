@@ -253,7 +253,7 @@ ELSEWHERE: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class BufferFill:
     """`copy` fills `memory` with `source`, what a collective brought or a part of that."""
 
     memory: fx.Node
@@ -261,20 +261,20 @@ class Fill:
     source: fx.Node
 
 
-def find_fills(facts: GraphFacts) -> list[Fill]:
+def find_fills(facts: GraphFacts) -> list[BufferFill]:
     """Return the fills after which memory may be read where its source is."""
     copies = (n for n in facts.graph.nodes if n.op == "call_method" and n.target == "copy_")
     fills = [fill for copy in copies if (fill := _fill(copy)) is not None]
     return [fill for fill in fills if _is_only_read(fill, facts)]
 
 
-def _fill(copy: fx.Node) -> Fill | None:
+def _fill(copy: fx.Node) -> BufferFill | None:
     memory, source = copy.args[:2]
     if not isinstance(memory, fx.Node) or not isinstance(source, fx.Node):
         return None
     if not _is_new(memory) or not _is_brought(source) or not alike(memory, source):
         return None
-    return Fill(memory, copy, source)
+    return BufferFill(memory, copy, source)
 
 
 def _is_new(memory: object) -> bool:
@@ -293,7 +293,7 @@ def _is_brought(node: fx.Node) -> bool:
     return is_wait(node) and len(node.users) == 1
 
 
-def _is_only_read(fill: Fill, facts: GraphFacts) -> bool:
+def _is_only_read(fill: BufferFill, facts: GraphFacts) -> bool:
     place = facts.dependence.position
     if any(place[user] < place[fill.copy] for user in fill.memory.users):
         return False
@@ -309,7 +309,7 @@ def _is_only_read(fill: Fill, facts: GraphFacts) -> bool:
     )
 
 
-def read_sources(fills: list[Fill]) -> None:
+def read_sources(fills: list[BufferFill]) -> None:
     """Have readers of filled memory read what it is filled with."""
     for fill in fills:
         replace_uses({fill.copy: fill.source})

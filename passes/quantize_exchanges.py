@@ -62,7 +62,7 @@ class QuantizeExchanges(Rewrite[Quantised]):
                 quantizes_gradient=wire == "fp8",
             )
             for one in state.experts
-            if not one.plan.is_divided
+            if not one.plan.is_in_two_hops
             for exchange, launches in state.launches[one.found.region.name].items()
             if (wire := one.plan.wire(exchange)) != "same"
         ]

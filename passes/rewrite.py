@@ -137,7 +137,7 @@ def _can_price(graph: fx.Graph, state: CompileState) -> bool:
     A region on gathered tokens, or one in two hops, is emitted by the number of its rank. A body of
     a higher-order operator is not compiled by itself.
     """
-    by_rank = any(one.plan.gathers or one.plan.is_divided for one in state.experts)
+    by_rank = any(one.plan.gathers or one.plan.is_in_two_hops for one in state.experts)
     if not state.config.equal_tokens or by_rank or state.graph_name != "dynamo":
         return False
     return has_static_inputs(graph)

@@ -101,7 +101,7 @@ def _routed(
     """Return how an exchange is to be carried, or why it stays as it is."""
     transport = find_transport(state.config.transport)
     name = f"{exchange} of {one.found.region.name}"
-    if one.plan.is_divided:
+    if one.plan.is_in_two_hops:
         two_hops = Verdict(candidate=name, reason=Reason.TWO_HOPS, where=one.found.where)
         return judged(state.config, "transport", two_hops)
     collectives = [_collective(launch, one, exchange) for launch in launches]

@@ -31,7 +31,7 @@ from moe_compile.graph.query import is_launch, overload_name
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
-from moe_compile.schedule.choose_schedule import Choice, choose_schedule
+from moe_compile.schedule.choose_schedule import ChosenOrder, choose_schedule
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import least_exposed_us, simulate
@@ -88,7 +88,7 @@ class ScheduleExchanges(GraphPass):
 
 
 def _verdicts(
-    problem: ScheduleProblem, choice: Choice
+    problem: ScheduleProblem, choice: ChosenOrder
 ) -> tuple[tuple[str, ...], tuple[Verdict, ...]]:
     """An exchange counts as moved when it overlaps other compute than before."""
     before = _overlapped(problem, choice.as_it_came.order)
@@ -133,7 +133,7 @@ def _bounds(costs: Mapping[fx.Node, Cost]) -> dict[str, float]:
     return {f"{bound.value}_bound_us": us for bound, us in us_by_bound(costs.values()).items()}
 
 
-def _measures(problem: ScheduleProblem, choice: Choice) -> dict[str, float]:
+def _measures(problem: ScheduleProblem, choice: ChosenOrder) -> dict[str, float]:
     before = simulate(problem, choice.as_it_came.order)
     after = simulate(problem, choice.chosen.order)
     return {

@@ -32,7 +32,7 @@ from moe_compile.plan.uneven_price import (
     DRAWS,
     EDGES,
     Groups,
-    Routing,
+    RoutingSkew,
     Uneven,
     agreeing_us,
     all_ranks_us,
@@ -147,7 +147,7 @@ def choose() -> Iterator[tuple[tuple[str, int, str], dict[float, Candidate]]]:
         rates, chosen = Rates.of(load_profile(profile), num_ranks), {}
         for skew in SKEWS:
             uneven = Uneven(
-                routing=Routing(skew=skew, rows_per_token=shapes[name].top_k),
+                routing=RoutingSkew(skew=skew, rows_per_token=shapes[name].top_k),
                 exchanged=Candidate(),
                 numbers=tuple(n for n in CHUNKS if layer.work.num_parts % n == 0),
                 edges=EDGES,

@@ -7,7 +7,7 @@ from typing import Any, Final
 from moe_compile.hardware.cluster import load_cluster
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.layer_tasks import time_layer
-from moe_compile.simulator.method import Attention, Crossing, Method, Overlap
+from moe_compile.simulator.method import AttentionSharding, Crossing, Method, Overlap
 from moe_compile.simulator.models import ModelShape
 
 TOKENS: Final = 4096
@@ -23,7 +23,7 @@ def simulated_us(
     fields of `Method`.
     """
     method = Method(
-        attention=Attention.WHOLE,
+        attention=AttentionSharding.WHOLE,
         ranks=1,
         expert_ranks=expert_ranks,
         overlap=Overlap.CHUNKS if num_chunks > 1 else Overlap.INTER_OP,

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch.fx as fx
 
-from moe_compile.attention.attention_surroundings import movements_above
+from moe_compile.attention.attention_effects import movements_above
 from moe_compile.dims.arguments import argument, operator_name, values_moved
 from moe_compile.dims.factors import (
     Dims,

@@ -40,46 +40,46 @@ from moe_compile.regions.token_index import TokenIndex
 
 @dataclass(slots=True)
 class Dependents:
-    """What of a graph depends on the batch, and what it is cut of."""
+    """The nodes of a graph that depend on the batch, by how they do."""
 
-    cut: dict[fx.Node, None] = field(default_factory=dict)
-    """What has the batch and depends on nothing that has, in graph order."""
-    apart: set[fx.Node] = field(default_factory=set)
-    """What has the batch in a dimension."""
-    routed: set[fx.Node] = field(default_factory=set)
-    """What depends on the batch in another way."""
-    told: set[fx.Node] = field(default_factory=set)
-    """What reads sizes of these, and nothing else of them."""
+    inputs: dict[fx.Node, None] = field(default_factory=dict)
+    """Nodes that have the batch and depend on no other that has, in graph order."""
+    per_sequence: set[fx.Node] = field(default_factory=set)
+    """Nodes whose tensors have the batch in a dimension: each part computes its own."""
+    mixed: set[fx.Node] = field(default_factory=set)
+    """Nodes that depend on the batch in another way."""
+    sizes_only: set[fx.Node] = field(default_factory=set)
+    """Nodes that read sizes of these, and nothing else of them."""
     counters: set[fx.Node] = field(default_factory=set)
-    """What adds counts to tensors from outside."""
+    """Nodes that add counts to tensors from outside."""
     returned: set[fx.Node] = field(default_factory=set)
-    """What does so and is returned: once, by the counts of all parts."""
-    summed: set[fx.Node] = field(default_factory=set)
-    """Counts, sums and means over the batch that what leaves the graph is made of."""
-    kept: set[fx.Node] = field(default_factory=set)
-    """What leaves the graph and is computed of these: to be computed of those of all parts."""
+    """Counters that the graph returns: once, by the counts of all parts."""
+    reductions: set[fx.Node] = field(default_factory=set)
+    """Counts, sums and means over the batch, of which results of the graph are made."""
+    outputs_once: set[fx.Node] = field(default_factory=set)
+    """Results of the graph that are computed of reductions: once, of those of all parts."""
     needed: set[fx.Node] = field(default_factory=set)
-    """What the results and the counters depend on."""
+    """Nodes that the results and the counters depend on."""
 
     def __contains__(self, node: fx.Node) -> bool:
         """Whether the node has the batch, or depends on it."""
-        return node in self.cut or node in self.apart or node in self.routed
+        return node in self.inputs or node in self.per_sequence or node in self.mixed
 
     @property
     def nodes(self) -> set[fx.Node]:
-        """Return what depends on the batch."""
-        return self.apart | self.routed
+        """Return the nodes that depend on the batch."""
+        return self.per_sequence | self.mixed
 
     def end(self, facts: GraphFacts, sums: set[fx.Node]) -> None:
         """Take in what leaves the graph, of parts and of `sums` over the batch."""
         (output,), dependence = facts.graph.find_nodes(op="output"), facts.dependence
         given = {*output.all_input_nodes}
         ends = [n for n in dependence.needs(output) if n in given or n not in self.counters]
-        leaving = [n for n in ends if n in self.routed]
+        leaving = [n for n in ends if n in self.mixed]
         above = dependence.above(leaving, stops=sums) & self.nodes
-        self.summed, self.kept = above & sums, above - sums
-        results = [n for n in output.all_input_nodes if n in self.apart]
-        self.needed = dependence.above([*results, *self.counters, *self.summed])
+        self.reductions, self.outputs_once = above & sums, above - sums
+        results = [n for n in output.all_input_nodes if n in self.per_sequence]
+        self.needed = dependence.above([*results, *self.counters, *self.reductions])
 
 
 def body_of(
@@ -91,18 +91,18 @@ def body_of(
 ) -> BatchSplit:
     """Return the split of a graph of which `found` depends on the batch."""
     (output,), dependence = facts.graph.find_nodes(op="output"), facts.dependence
-    spread = {n for n in found.cut if n in found.needed and is_spread(n, tracker, batch)}
+    spread = {n for n in found.inputs if n in found.needed and is_spread(n, tracker, batch)}
     made = _made_of_parameters(found, facts) | spread
     body = dependence.in_order((found.nodes & found.needed) | made)
     legality = facts.legality
     obstacle = legality.obstacle(body, output, keeps_modes=True)
-    obstacle = obstacle or legality.obstacle(found.kept, output)
+    obstacle = obstacle or legality.obstacle(found.outputs_once, output)
     if obstacle is not None:
         raise obstacle.left
     read = {source for node in body for source in node.all_input_nodes}
-    given = [node for node in found.cut if node in read - spread]
+    given = [node for node in found.inputs if node in read - spread]
     anew = {n for n in given if maker_of(n) is not None or counts_places(n)}
-    dead = found.nodes | found.told
+    dead = found.nodes | found.sizes_only
     for node in reversed(dependence.in_order(made | anew)):
         dead |= {node} if dead.issuperset(node.users) else set()
     return BatchSplit(
@@ -115,11 +115,11 @@ def body_of(
         spread=frozenset(spread),
         written=tuple(node for node in given if dependence.writers(node)),
         segments=tuple(_segments(facts, regions, set(body))),
-        alone=tuple(_read_alone(body, found.cut, regions)),
-        results=tuple(n for n in output.all_input_nodes if n in found.apart),
-        summed=tuple(dependence.in_order(found.summed)),
-        kept=tuple(dependence.in_order(found.kept)),
-        told=tuple(dependence.in_order(found.told)),
+        alone=tuple(_read_alone(body, found.inputs, regions)),
+        results=tuple(n for n in output.all_input_nodes if n in found.per_sequence),
+        summed=tuple(dependence.in_order(found.reductions)),
+        kept=tuple(dependence.in_order(found.outputs_once)),
+        told=tuple(dependence.in_order(found.sizes_only)),
         dead=tuple(dependence.in_order(dead)),
     )
 
@@ -130,7 +130,7 @@ def _made_of_parameters(found: Dependents, facts: GraphFacts) -> set[fx.Node]:
     Parts may share a view, and add up its gradient, where nothing else adds to the same elements.
     """
     made, dependence = set[fx.Node](), facts.dependence
-    for node in dependence.in_order(found.needed - found.nodes - set(found.cut)):
+    for node in dependence.in_order(found.needed - found.nodes - set(found.inputs)):
         if node.op not in ("call_function", "call_method") or not has_gradient(node):
             continue
         is_view = bool(storages(node) & dependence.reads(node))

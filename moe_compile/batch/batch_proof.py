@@ -185,11 +185,14 @@ class _Proof:
         found.end(self.facts, self._sums(found))
         self._check_routed(found)
         for split, _ in self.regions:
-            if split.found.tokens not in found.apart and split.found.tokens not in found.cut:
+            if (
+                split.found.tokens not in found.per_sequence
+                and split.found.tokens not in found.inputs
+            ):
                 raise Left(Reason.NO_BATCH, operator_at(split.found.tokens))
             check_factors(split, self.tracker)
             if split.share is not None:
-                given = {n for n in found.cut if n.op == "placeholder"}
+                given = {n for n in found.inputs if n.op == "placeholder"}
                 check_share(split, split.share, self.tracker, given)
         splits = tuple(split for split, _ in self.regions)
         return body_of(self.facts, splits, self.tracker, self.batch, found)
@@ -202,23 +205,25 @@ class _Proof:
             sources = [n for n in self.dependence.needs(node) if n in found] if is_call else []
             if self.tracker.numbers.tells_sizes(node):
                 needs = self.dependence.needs(node)
-                found.told |= {node} & {node for n in needs if n in found or n in found.told}
+                found.sizes_only |= {node} & {
+                    node for n in needs if n in found or n in found.sizes_only
+                }
             elif not sources:
                 if self._has_batch(node):
-                    found.cut[node] = None
-            elif is_about_ranks(node) and not any(n in found.routed for n in sources):
-                found.apart.add(node)
+                    found.inputs[node] = None
+            elif is_about_ranks(node) and not any(n in found.mixed for n in sources):
+                found.per_sequence.add(node)
             elif node in self.lost or node in mixing or not self._has_batch(node):
-                found.routed.add(node)
-            elif node not in sums and (routed := [n for n in sources if n in found.routed]):
+                found.mixed.add(node)
+            elif node not in sums and (routed := [n for n in sources if n in found.mixed]):
                 raise self._refusal(routed[0], found)
             else:
-                found.apart.add(node)
+                found.per_sequence.add(node)
         return found
 
     def _note_counters(self, found: Dependents) -> None:
         """Note what counts: each part does, or where the graph returns it one sum of all."""
-        counters = {node for node in found.routed if self._is_counter(node, found.apart)}
+        counters = {node for node in found.mixed if self._is_counter(node, found.per_sequence)}
         found.counters = {node for node in counters if not node.users}
         found.returned = counters - found.counters
 
@@ -234,7 +239,7 @@ class _Proof:
             is_sum = node not in self.lost and terms_of(node) is not None
             if is_sum and over.count(node) == 1 and self._is_total(node):
                 sums |= {node} if self._come_apart(node, found) else set()
-        return sums | reads_that_add_up(found.routed, sums)
+        return sums | reads_that_add_up(found.mixed, sums)
 
     def _is_total(self, node: fx.Node) -> bool:
         """Whether a sum or mean is over the batch, of terms that come apart; so is a loss."""
@@ -248,7 +253,7 @@ class _Proof:
 
     def _come_apart(self, node: fx.Node, found: Dependents) -> bool:
         """Whether all that the node reads has the batch in a dimension, or nothing of it."""
-        apart = found.apart | {*found.cut}
+        apart = found.per_sequence | {*found.inputs}
         return not any(n in found and n not in apart for n in node.all_input_nodes)
 
     def _check_inputs(self, found: Dependents) -> None:
@@ -256,7 +261,12 @@ class _Proof:
         read = self.dependence.above(found.nodes)
         for node in self.graph.find_nodes(op="placeholder"):
             is_parameter = isinstance(tensor_of(node), torch.nn.Parameter)
-            if node in read and has_gradient(node) and node not in found.cut and not is_parameter:
+            if (
+                node in read
+                and has_gradient(node)
+                and node not in found.inputs
+                and not is_parameter
+            ):
                 raise Left(Reason.BATCH_MIXED, operator_at(node))
 
     def _has_batch(self, node: fx.Node) -> bool:
@@ -274,35 +284,39 @@ class _Proof:
 
     def _check_routed(self, found: Dependents) -> None:
         """Refuse what mixes the batch beside regions, their routing and what is made of counts."""
-        known = self.dependence.above(found.counters) & found.routed
+        known = self.dependence.above(found.counters) & found.mixed
         for split, _ in self.regions:
             region, rows = split.region, split.found
             ends = (region.counts, rows.index, rows.sums.index, *rows.factors)
             in_columns = filter(None, map(index_in_columns, (rows.gather, rows.sums.total)))
             chosen = [n for n in (rows.chosen,) if n is not None]
-            stops = {*chosen, *(n for one in chosen for n in one.all_input_nodes), *found.apart}
+            stops = {
+                *chosen,
+                *(n for one in chosen for n in one.all_input_nodes),
+                *found.per_sequence,
+            }
             known |= inside(split)
-            known |= self.dependence.above((*ends, *in_columns), stops=stops) & found.routed
-        kept = self.dependence.in_order(found.kept)
+            known |= self.dependence.above((*ends, *in_columns), stops=stops) & found.mixed
+        kept = self.dependence.in_order(found.outputs_once)
         if bad := next((n for n in kept if not self._is_done_once(n, found)), None):
-            raise self._refusal(next((n for n in kept if n in found.routed - known), bad), found)
-        known |= found.kept | found.summed
-        for node in self.dependence.in_order(found.routed - known):
+            raise self._refusal(next((n for n in kept if n in found.mixed - known), bad), found)
+        known |= found.outputs_once | found.reductions
+        for node in self.dependence.in_order(found.mixed - known):
             is_idle = node not in found.needed and is_pure(node)
             if not is_idle and not self._is_host_side(node):
                 raise self._refusal(node, found)
         for node in self.dependence.in_order(filter(is_launch, found.nodes - known)):
             keeps = is_even_exchange(node) and self._travels_whole(node)
-            if not (keeps or (node in found.apart and keeps_indices(node))):
+            if not (keeps or (node in found.per_sequence and keeps_indices(node))):
                 raise Left(Reason.COMMUNICATES, operator_at(node))
 
     def _is_done_once(self, node: fx.Node, found: Dependents) -> bool:
         """Whether `node`, whose value leaves the graph, may be computed of sums over all parts."""
         is_writer = node in self.dependence.writes
         writes = is_writer and node not in found.returned and not self._writes_own(node)
-        if node in found.apart or writes or draws_random(node):
+        if node in found.per_sequence or writes or draws_random(node):
             return False
-        return not (has_gradient(node) and any(n in found.cut for n in node.all_input_nodes))
+        return not (has_gradient(node) and any(n in found.inputs for n in node.all_input_nodes))
 
     def _writes_own(self, node: fx.Node) -> bool:
         """Whether a region, whose proof ran `node`, makes the memory that it writes, as a kernel's
@@ -323,10 +337,12 @@ class _Proof:
             return Lost(f"{operator_at(node)} reads the batch for its type alone")
         chosen = [split.found.chosen for split, _ in self.regions]
         routing = self.dependence.below([n for n in chosen if n is not None]) - {node}
-        before = self.dependence.above([node]) & found.routed - routing
+        before = self.dependence.above([node]) & found.mixed - routing
         for one in self.dependence.in_order(before):
             why = self.lost.get(one)
-            if why and any(n in found.apart or n in found.cut for n in one.all_input_nodes):
+            if why and any(
+                n in found.per_sequence or n in found.inputs for n in one.all_input_nodes
+            ):
                 return Lost(why)
         return Left(Reason.BATCH_MIXED, operator_at(node))
 

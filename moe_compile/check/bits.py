@@ -45,9 +45,9 @@ from moe_compile.testing.programs.grammar import (
     Program,
     Rewrite,
 )
-from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.judge import Outcome, judgement_of
 from moe_compile.testing.programs.legal import legal
-from moe_compile.testing.programs.run import Findings, run
+from moe_compile.testing.programs.run import RankFindings, run
 from moe_compile.testing.programs.text import source_of
 
 FOUR_RANKS: Final = NUM_NODES * NUM_RANKS
@@ -192,7 +192,7 @@ def check_item(team: Team, item: Item) -> None:
     )
 
 
-def run_item(item: Item) -> tuple[Findings, float]:
+def run_item(item: Item) -> tuple[RankFindings, float]:
     """Run a program on this rank; return what was found and the seconds it took.
 
     Torch's deterministic algorithms stay in use.
@@ -203,7 +203,7 @@ def run_item(item: Item) -> tuple[Findings, float]:
     return run(dist.get_rank(), item.text), time.monotonic() - began
 
 
-def judge_item(item: Item, record: Record, found: list[tuple[Findings, float]]) -> None:
+def judge_item(item: Item, record: Record, found: list[tuple[RankFindings, float]]) -> None:
     """Record what ranks found of an item."""
     judgement = judgement_of([findings for findings, _ in found])
     seconds = max(seconds for _, seconds in found)
@@ -218,7 +218,7 @@ def judge_item(item: Item, record: Record, found: list[tuple[Findings, float]]) 
             "cpu_s": round(max(findings.cpu_s for findings, _ in found), 1),
         }
     )
-    is_same = record.expect(judgement.kind is Kind.SAME, item.name, judgement.detail)
+    is_same = record.expect(judgement.kind is Outcome.SAME, item.name, judgement.detail)
     if is_same:
         why = f"it was not rewritten: {', '.join(judgement.verdicts) or 'nothing was compiled'}"
         record.expect(judgement.is_chunked, item.name, why)

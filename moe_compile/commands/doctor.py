@@ -136,7 +136,7 @@ def _numbers(profile: HardwareProfile) -> Iterator[tuple[str, float, str]]:
             yield f"{label}{number}", getattr(table, number), origin
 
 
-def _choices(choices: Sequence[Choice]) -> Table:
+def _choices(choices: Sequence[ScheduleComparison]) -> Table:
     table = Table(
         title="One layer on 8 ranks: what would be chosen, predicted by formulas", box=SIMPLE_HEAD
     )
@@ -162,7 +162,7 @@ NVLINK_ADVICE: Final = "write a profile with link nvlink of that rate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ScheduleComparison:
     """The schedule for one model, by the profile and by what this machine has."""
 
     model: str
@@ -196,7 +196,7 @@ def find_findings(machine: Machine, profile: ClusterProfile | None) -> tuple[str
     return tuple(found)
 
 
-def find_choices(machine: Machine, profile: ClusterProfile) -> tuple[Choice, ...]:
+def find_choices(machine: Machine, profile: ClusterProfile) -> tuple[ScheduleComparison, ...]:
     """Return for each model what the profile and what this machine's links make best.
 
     Empty where there is nothing to choose: one GPU, or links as the profile has them.
@@ -260,8 +260,8 @@ def _of_links(machine: Machine, profile: ClusterProfile) -> list[str]:
     return said
 
 
-def _choice(model: ModelShape, profile: ClusterProfile, here: ClusterProfile) -> Choice:
-    return Choice(
+def _choice(model: ModelShape, profile: ClusterProfile, here: ClusterProfile) -> ScheduleComparison:
+    return ScheduleComparison(
         model=model.name,
         by_profile=_said(best_schedule(model, profile, 2.0)),
         here=_said(best_schedule(model, here, 2.0)),

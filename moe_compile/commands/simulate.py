@@ -23,7 +23,7 @@ from moe_compile.simulator.checks import FIGURE_14_GAINS, RATIO, Check, Row
 from moe_compile.simulator.cluster_timeline import LEGEND, chrome_trace
 from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
 from moe_compile.simulator.layer_tasks import time_layer
-from moe_compile.simulator.method import Attention, Experts, Method
+from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Method
 from moe_compile.simulator.models import MODELS, TABLE_2, ModelShape
 from moe_compile.simulator.parts_table import find_part_shares
 from moe_compile.simulator.scenario import (
@@ -239,9 +239,9 @@ def _words(text: str) -> Sequence[str]:
 
 
 LAYOUTS: Final[Mapping[str, Method]] = {
-    "TP + TP": Method(attention=Attention.HEADS, experts=Experts.SLICES),
-    "TP + EP": Method(attention=Attention.HEADS),
-    "SP + TP": Method(experts=Experts.SLICES),
+    "TP + TP": Method(attention=AttentionSharding.HEADS, experts=ExpertSharding.SLICES),
+    "TP + EP": Method(attention=AttentionSharding.HEADS),
+    "SP + TP": Method(experts=ExpertSharding.SLICES),
     "SP + EP": Method(),
 }
 """Attention, then experts: tensor (TP), sequence (SP), expert parallelism (EP)."""

@@ -96,7 +96,7 @@ class Streams:
 
 
 @dataclass(slots=True)
-class Running:
+class RunningTask:
     """A task that runs, at one rate since the last event that changed it."""
 
     since: float
@@ -108,7 +108,7 @@ class Running:
     """At this rate."""
 
     @classmethod
-    def from_now(cls, now: float, work: float) -> Running:
+    def from_now(cls, now: float, work: float) -> RunningTask:
         """Return a task of so much work that starts `now`, alone."""
         return cls(now, work, 1.0, now + work)
 
@@ -120,7 +120,7 @@ class Running:
 
 
 def set_rates(
-    running: Mapping[str, Running],
+    running: Mapping[str, RunningTask],
     now: float,
     compute: frozenset[str],
     contention: float,
@@ -149,13 +149,15 @@ class _State:
     contention: float
     overlap_slowdown: Mapping[str, float]
     now: float = 0.0
-    running: dict[str, Running] = field(default_factory=dict)
+    running: dict[str, RunningTask] = field(default_factory=dict)
     tasks: dict[str, Served] = field(default_factory=dict)
     """Of what runs."""
     queued: dict[str, list[Served]] = field(default_factory=dict)
 
     def copy(self) -> _State:
-        running = {s: Running(r.since, r.left, r.stretch, r.end) for s, r in self.running.items()}
+        running = {
+            s: RunningTask(r.since, r.left, r.stretch, r.end) for s, r in self.running.items()
+        }
         queued = {stream: list(tasks) for stream, tasks in self.queued.items() if tasks}
         rules = self.compute, self.contention, self.overlap_slowdown
         return _State(*rules, self.now, running, dict(self.tasks), queued)
@@ -184,7 +186,7 @@ class _State:
         return min(self.running, key=lambda stream: self.running[stream].end)
 
     def _start(self, stream: str, task: Served) -> None:
-        self.running[stream], self.tasks[stream] = Running.from_now(self.now, task.work), task
+        self.running[stream], self.tasks[stream] = RunningTask.from_now(self.now, task.work), task
 
     def _set_rates(self) -> None:
         rules = self.compute, self.contention, self.overlap_slowdown

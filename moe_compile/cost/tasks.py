@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from moe_compile.cost.events import Running, set_rates
+from moe_compile.cost.events import RunningTask, set_rates
 
 COMPUTE: Final = "compute"
 LINK: Final = "communication"
@@ -151,7 +151,7 @@ class _Run:
         self.ready: dict[str, list[tuple[float, float, int]]] = {
             stream: [] for stream in self.streams
         }
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningTask] = {}
         self.started: dict[str, tuple[int, float]] = {}
         """Of each stream, the last task and when it started."""
         self.spans: list[Span] = []
@@ -174,7 +174,7 @@ class _Run:
         for stream, ready in self.ready.items():
             if ready and stream not in running:
                 index = heapq.heappop(ready)[-1]
-                running[stream] = Running.from_now(now, self.tasks[index].us)
+                running[stream] = RunningTask.from_now(now, self.tasks[index].us)
                 self.started[stream] = index, now
         if len(running) > num_before:
             set_rates(running, now, *self.rules)

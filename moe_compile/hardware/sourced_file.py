@@ -114,7 +114,7 @@ def _plain(value: Any, path: str, origins: dict[str, str]) -> Any:
     )
 
 
-class Kind(enum.Enum):
+class Provenance(enum.Enum):
     """How a number came about, from the most to the least reliable."""
 
     MEASURED = "measured"
@@ -126,22 +126,25 @@ class Kind(enum.Enum):
 
 
 MUST_SAY: Final = {
-    Kind.MEASURED: (r"\d{4}-\d{2}-\d{2}.* on ", "the day and the machine: measured: 2026-01-31 on"),
-    Kind.FITTED: (r"\bon ", "what it was fitted on: fitted: on"),
+    Provenance.MEASURED: (
+        r"\d{4}-\d{2}-\d{2}.* on ",
+        "the day and the machine: measured: 2026-01-31 on",
+    ),
+    Provenance.FITTED: (r"\bon ", "what it was fitted on: fitted: on"),
 }
 """Kind -> what its text must match, and how to ask for it."""
 
 
-def check_origin(number: str, origin: object) -> Kind:
+def check_origin(number: str, origin: object) -> Provenance:
     """Return the kind of `origin`; raise InvalidConfig when it says too little for `number`."""
     if not isinstance(origin, str) or not origin.partition(":")[2].strip():
-        kinds = ", ".join(kind.value for kind in Kind)
+        kinds = ", ".join(kind.value for kind in Provenance)
         raise InvalidConfig(f"{number}: origin is {origin!r}; write one of {kinds}, `: `, and why")
     word, _, text = origin.partition(":")
-    if word not in {kind.value for kind in Kind}:
-        known = nearest(word, [kind.value for kind in Kind])
+    if word not in {kind.value for kind in Provenance}:
+        known = nearest(word, [kind.value for kind in Provenance])
         raise InvalidConfig(f"{number}: {word!r} is no kind of origin.{known}")
-    kind = Kind(word)
+    kind = Provenance(word)
     pattern, wanted = MUST_SAY.get(kind, ("", ""))
     if not re.search(pattern, text):
         raise InvalidConfig(f"{number}: origin {origin!r} must say {wanted} ...")

@@ -20,7 +20,7 @@ BY_PRICE: Final = Left(Reason.BY_PRICE)
 ONE_CHUNK: Final = Left(Reason.NOT_ASKED, "one chunk is asked for")
 
 
-class Bound(enum.Enum):
+class NumericalChange(enum.Enum):
     """What chunks change where the options ask for them. Values are what reports print."""
 
     BY_TOKENS = (

@@ -63,7 +63,7 @@ class ExpertsPlan(RegionPlan):
         return self.dispatch == "all_gather"
 
     @property
-    def is_divided(self) -> bool:
+    def is_in_two_hops(self) -> bool:
         """Whether rows come in two hops, a token crossing to a node once."""
         return self.nodes != "off"
 

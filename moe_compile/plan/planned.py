@@ -24,8 +24,8 @@ from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.plan import ExpertsPlan, RegionPlan
 from moe_compile.regions.regions import MoERegion, Region, RowProof
-from moe_compile.regions.rewrites import Surroundings
-from moe_compile.regions.token_regions import DividedForm, GatheredForm
+from moe_compile.regions.rewrites import Effects
+from moe_compile.regions.token_regions import GatheredForm, TwoHopForm
 
 R = TypeVar("R", bound=Region | Verdict)
 
@@ -138,9 +138,9 @@ class PlannedExperts(Planned[MoERegion]):
     """That of the region as it is planned: replayed, it may be refused for more than it was."""
     gathered: GatheredForm | None = None
     """How its tokens are gathered, where they are."""
-    divided: DividedForm | None = None
+    two_hops: TwoHopForm | None = None
     """How its rows come in two hops, where they do."""
-    around: Surroundings | None = None
+    around: Effects | None = None
     """What stays of it and around it, where it is rewritten."""
     costs: DispatchCosts | None = None
     """Bytes and padding either way; None where the gather or the sum was not found."""
@@ -154,7 +154,7 @@ class PlannedExperts(Planned[MoERegion]):
     @property
     def is_rewritten(self) -> bool:
         """Whether the region gets another form, its exchanges' number format apart."""
-        return self.plan.gathers or self.plan.is_divided or self.plan.is_chunked
+        return self.plan.gathers or self.plan.is_in_two_hops or self.plan.is_chunked
 
     @property
     def num_host_reads(self) -> int:
@@ -178,6 +178,6 @@ class PlannedExperts(Planned[MoERegion]):
 
         In two hops rows are packed where these are emitted, not by `quantize_exchanges`.
         """
-        if self.plan.is_divided:
+        if self.plan.is_in_two_hops:
             return self
         return replace(self, plan=replace(self.plan, dispatch_wire="same", combine_wire="same"))

@@ -46,7 +46,7 @@ AGREEING_KERNELS: Final = 8.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
+class RoutingSkew:
     """How unevenly experts are chosen."""
 
     skew: float
@@ -55,7 +55,7 @@ class Routing:
     """Distinct experts of a token."""
 
 
-def uneven_us(work: RegionWork, candidate: Candidate, rates: Rates, routing: Routing) -> float:
+def uneven_us(work: RegionWork, candidate: Candidate, rates: Rates, routing: RoutingSkew) -> float:
     """Return the time of forward and backward of `work` run as `candidate` says, mean of draws."""
     cut = ranges_by_load if candidate.chunk_edges == "load" else even_ranges
     times = []
@@ -68,7 +68,7 @@ def uneven_us(work: RegionWork, candidate: Candidate, rates: Rates, routing: Rou
 
 @functools.lru_cache(maxsize=16)
 def drawn_rows(
-    routing: Routing, num_local: int, num_ranks: int
+    routing: RoutingSkew, num_local: int, num_ranks: int
 ) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """Return for each draw the rows of each rank's experts, in units of an even rank's."""
     num_experts = num_local * num_ranks
@@ -234,7 +234,7 @@ EDGES: Final = ("even", "load")
 class Uneven:
     """What of a flat exchange is to be decided under a routing."""
 
-    routing: Routing
+    routing: RoutingSkew
     exchanged: Candidate
     """How its rows travel; its chunks are what is asked."""
     numbers: tuple[int, ...]

@@ -22,7 +22,7 @@ from moe_compile.proof.indexing import INDEX_TYPES, Indexing, index_of, indexing
 from moe_compile.proof.operator_call import Call
 from moe_compile.proof.order_rules import places_of
 from moe_compile.proof.spread_rules import entries
-from moe_compile.regions.filled_orders import at_places, order_along, put
+from moe_compile.regions.filled_orders import at_places, order_after_write, order_along
 from moe_compile.regions.row_domain import (
     Fixed,
     GroupOfRow,
@@ -272,7 +272,7 @@ def scatter_places(call: Call, form: Indexing, places: RunPositions) -> Value:
     )
     if base is None or source is None:
         raise call.unknown()
-    after = put(base, places, source, adds=form.adds)
+    after = order_after_write(base, places, source, adds=form.adds)
     if after is None:
         raise Left(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
     return Rows(form.dim, after)

@@ -39,7 +39,7 @@ from moe_compile.proof import (
 from moe_compile.proof.indexing import WRITES
 from moe_compile.proof.operator_call import Call, Rule, dim_of
 from moe_compile.proof.within_rows import within_rows
-from moe_compile.regions.filled_orders import all_met
+from moe_compile.regions.filled_orders import order_where_all_stand
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
     Fixed,
@@ -66,7 +66,7 @@ def pointwise(call: Call) -> Value:
     if not any(isinstance(call.value(t), Rows) for t in call.inputs):
         raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     seats = {t.dim() - v.dim for t, v in parts if isinstance(v, Rows)}
-    order = all_met(v.order for _, v in parts if isinstance(v, Rows))
+    order = order_where_all_stand(v.order for _, v in parts if isinstance(v, Rows))
     if len(seats) != 1 or order is None:
         raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
     (from_right,) = seats

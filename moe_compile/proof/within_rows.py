@@ -22,7 +22,7 @@ from moe_compile.dims.sizes import SizeNumbers
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call
-from moe_compile.regions.filled_orders import all_met
+from moe_compile.regions.filled_orders import order_where_all_stand
 from moe_compile.regions.row_domain import Fixed, Outside, Rows, Value
 
 
@@ -46,7 +46,7 @@ def within_rows(call: Call) -> Value | list[Value]:
     values = [(tensor, call.value(tensor)) for tensor in call.inputs]
     if not all(isinstance(value, Rows | Fixed | Outside) for _, value in values):
         raise call.unknown()
-    order = all_met(value.order for _, value in values if isinstance(value, Rows))
+    order = order_where_all_stand(value.order for _, value in values if isinstance(value, Rows))
     if order is None:
         raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
     try:

@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from moe_compile.proof.operator_call import Call, Knowledge, dim_of
 from moe_compile.proof.view_rules import row_dim_through, slice_bounds
-from moe_compile.regions.filled_orders import order_along, put_between
+from moe_compile.regions.filled_orders import order_after_write_between, order_along
 from moe_compile.regions.row_domain import Fixed, Order, Rows, Value, cut
 
 
@@ -118,4 +118,4 @@ class WrittenParts:
         written = order_along(value, part.dim, part.size)
         if whole is None or written is None:
             return None
-        return put_between(whole, part.start, part.size, written)
+        return order_after_write_between(whole, part.start, part.size, written)

@@ -62,7 +62,7 @@ from moe_compile.graph.query import (
 from moe_compile.journal.entries import Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import MoERegion, exchanges
-from moe_compile.regions.replayable import check_surroundings
+from moe_compile.regions.replayable import check_neighbours
 from moe_compile.regions.sent_counts import fillers_of_counts, forms_of_counts
 
 
@@ -267,7 +267,7 @@ def _region(match: _Match, facts: GraphFacts, name: str) -> MoERegion | Verdict:
         num_local_experts=num_experts // num_ranks,
         facts=facts,
     )
-    why = check_surroundings(region)
+    why = check_neighbours(region)
     return region if why is None else refuse(why.reason, why.detail)
 
 

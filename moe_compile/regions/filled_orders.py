@@ -46,21 +46,25 @@ def at_places(order: Order, places: RunPositions) -> Order | None:
     return None if pieces is None else join(pieces[i] for i in places.kept)
 
 
-def put(order: Order, places: RunPositions, source: Order, *, adds: bool = False) -> Order | None:
+def order_after_write(
+    order: Order, places: RunPositions, source: Order, *, adds: bool = False
+) -> Order | None:
     """Return `order` with `source` written at `places`, or added; None where not followed."""
     pieces = pieces_of(order, [segment.length for segment in places.source])
     given = pieces_of(source, [segment.length for segment in places.target])
     if pieces is None or given is None:
         return None
     for place, piece in zip(places.kept, given, strict=True):
-        together = met(pieces[place], piece) if adds else piece
+        together = order_where_both_stand(pieces[place], piece) if adds else piece
         if together is None:
             return None
         pieces[place] = together
     return join(pieces)
 
 
-def put_between(order: Order, start: sympy.Expr, size: sympy.Expr, source: Order) -> Order | None:
+def order_after_write_between(
+    order: Order, start: sympy.Expr, size: sympy.Expr, source: Order
+) -> Order | None:
     """Return `order` with `source` written over `size` rows from `start` on."""
     pieces = cut(order, [start, size])
     if pieces is None or pieces_of(source, [size]) is None:
@@ -69,17 +73,17 @@ def put_between(order: Order, start: sympy.Expr, size: sympy.Expr, source: Order
     return join([head, source, tail])
 
 
-def all_met(orders: Iterable[Order]) -> Order | None:
-    """Return what `met` makes of several orders."""
+def order_where_all_stand(orders: Iterable[Order]) -> Order | None:
+    """Return what `order_where_both_stand` makes of several orders."""
     together: Order | None = None
     for order in orders:
-        together = order if together is None else met(together, order)
+        together = order if together is None else order_where_both_stand(together, order)
         if together is None:
             return None
     return together
 
 
-def met(left: Order, right: Order) -> Order | None:
+def order_where_both_stand(left: Order, right: Order) -> Order | None:
     """Return the rows of what is computed of two tensors place by place: constants meet any row.
 
     None where a row would meet another row, or what nothing filled.

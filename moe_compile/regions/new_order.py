@@ -21,7 +21,7 @@ from moe_compile.graph.dependence import storages
 from moe_compile.graph.query import value_of
 from moe_compile.regions.host_reads import is_host_read, is_move_to_host
 from moe_compile.regions.regions import MoERegion
-from moe_compile.regions.rewrites import Rewrite
+from moe_compile.regions.rewrites import Replacement
 
 
 class Part(enum.IntEnum):
@@ -55,7 +55,9 @@ def parts(region: MoERegion, bulk: Collection[fx.Node]) -> dict[fx.Node, Part]:
     return {**found, **dict.fromkeys(together, Part.THE_READ)}
 
 
-def order_of_gradients(rewrite: Rewrite, bulk: Collection[fx.Node]) -> gradient_order.Part | None:
+def order_of_gradients(
+    rewrite: Replacement, bulk: Collection[fx.Node]
+) -> gradient_order.Part | None:
     """Return the order in which the new form reads what autograd adds gradients to.
 
     Where counts come first that is: the rows, for all chunks; the weights of sliced products, in

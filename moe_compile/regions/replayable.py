@@ -24,7 +24,7 @@ from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.sent_counts import counted_by, forms_of_counts
 
 
-def check_surroundings(region: MoERegion) -> Left | None:
+def check_neighbours(region: MoERegion) -> Left | None:
     """Refuse what replaying the body later, on parts of the rows, would change outside it."""
     inside = set(region.body)
     splits = [*output_splits(region.dispatch), *input_splits(region.dispatch)]

@@ -12,7 +12,7 @@ from moe_compile.regions.regions import MoERegion, RowProof
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rewrite:
+class Replacement:
     """How a region is to be rewritten: its body runs just before its result."""
 
     region: MoERegion
@@ -60,7 +60,7 @@ class Rewrite:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
+class Effects:
     """What stays of a region's body when it is rewritten, and where the host reads for it."""
 
     read_at: fx.Node
@@ -82,7 +82,7 @@ class Surroundings:
 class Aftermath:
     """What becomes of a graph by rewrites applied together."""
 
-    around: Mapping[str, Surroundings | Left]
+    around: Mapping[str, Effects | Left]
     """By the region's name."""
     dead: tuple[fx.Node, ...]
     """What nothing needs any more, in graph order."""

@@ -118,7 +118,7 @@ class GatheredForm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DividedForm:
+class TwoHopForm:
     """How a region is dispatched in two hops."""
 
     region: MoERegion

@@ -215,7 +215,7 @@ FRAME: Final = re.compile(r'File "[^"]*?([^/"]+)", line (\d+), in (\w+)')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class ExchangeOutcome:
     """What became of one exchange."""
 
     where: str
@@ -230,12 +230,12 @@ class Exchange:
     """What to do about that; "" where nothing is wrong."""
 
 
-def exchanges_of(compilation: Compilation) -> list[Exchange]:
+def exchanges_of(compilation: Compilation) -> list[ExchangeOutcome]:
     """Return the exchanges of a compilation, those of regions first."""
     found = [
         *map(_of_region, compilation.regions),
         *(
-            Exchange(
+            ExchangeOutcome(
                 where=a.where,
                 is_found=True,
                 what=f"attention between exchanges, {a.num_heads} heads on each of {a.num_ranks} "
@@ -246,7 +246,7 @@ def exchanges_of(compilation: Compilation) -> list[Exchange]:
             if a.is_region
         ),
         *(
-            Exchange(
+            ExchangeOutcome(
                 where=left.where,
                 is_found=False,
                 what="",
@@ -259,14 +259,14 @@ def exchanges_of(compilation: Compilation) -> list[Exchange]:
     return list(dict.fromkeys(found))
 
 
-def _of_region(region: RegionReport) -> Exchange:
+def _of_region(region: RegionReport) -> ExchangeOutcome:
     is_rewritten = region.verdict in (CHUNKED, ALL_GATHERED, IN_TWO_HOPS)
     why = region.remarks if region.verdict == LEFT_WHOLE else (region.verdict, *region.remarks)
     done = f"runs in {_chunks(region.num_chunks)}"
     if region.verdict in (ALL_GATHERED, IN_TWO_HOPS):
         done = region.verdict
     what = NAMES[region.sized_by]
-    return Exchange(
+    return ExchangeOutcome(
         where=region.where,
         is_found=True,
         what=f"{what}, {region.num_local_experts} experts on each of "

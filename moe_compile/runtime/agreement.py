@@ -64,7 +64,7 @@ from moe_compile.runtime.answers import (
     entry,
     reach,
 )
-from moe_compile.runtime.call_log import Journal, LaunchCount, Program
+from moe_compile.runtime.call_log import CallLog, CompiledProgram, LaunchCount
 from moe_compile.runtime.rank_store import (
     LEFT,
     STORE_ERRORS,
@@ -95,7 +95,7 @@ SECOND_PLAN: Final = (
     "equally many tokens"
 )
 
-Calls = tuple[tuple[Journal, Program], ...]
+Calls = tuple[tuple[CallLog, CompiledProgram], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,7 @@ class Agreement:
         self.default_store = store
         self.prefix = open_prefix(store, self.rank)
         self.store = RankStore(store, self.prefix)
-        self.journals: dict[str, Journal] = {}
+        self.journals: dict[str, CallLog] = {}
         self._entries = NewEntries(self.store)
         self._leaving, self._left = NewEntries(self.store), set[int]()
         self._ahead: dict[str, list[dict[str, Any]]] = {}
@@ -136,7 +136,7 @@ class Agreement:
             self.has_raised = True
             raise RankDisagreement(self.stopped) from cause
 
-    def meet(self, programs: Mapping[str, Program]) -> Turn:
+    def meet(self, programs: Mapping[str, CompiledProgram]) -> Turn:
         """Publish what is about to run first, group -> program; wait where others must consent.
 
         Raises RankDisagreement.
@@ -221,13 +221,13 @@ class Agreement:
         ):
             time.sleep(POLL_S)
 
-    def _journal(self, group: str) -> Journal | None:
+    def _journal(self, group: str) -> CallLog | None:
         if group not in self.journals:
             ranks = ranks_to_compare(group)
             if not ranks:
                 return None
             key = f"{group}/{','.join(map(str, ranks))}"
-            self.journals[group] = Journal(key, group, ranks, LaunchCount(group))
+            self.journals[group] = CallLog(key, group, ranks, LaunchCount(group))
             if self._watcher is None:
                 self._watcher = Watcher(self)
                 self._watcher.start()
@@ -245,7 +245,7 @@ class Agreement:
             mine = answer(self.rank, program, at, is_launched=not asks)
             self.store.append(answers_key(journal.key, journal.end), mine)
 
-    def _log(self, journal: Journal, mine: dict[str, Any]) -> str:
+    def _log(self, journal: CallLog, mine: dict[str, Any]) -> str:
         """Put an entry where others find it if it is the first of its kind; return conflicts.
 
         Another kind begins elsewhere, or has more collectives, or fewer.

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from moe_compile.runtime.call_log import Call, Journal, Program
+from moe_compile.runtime.call_log import CallLog, CompiledProgram, ProgramCall
 from moe_compile.runtime.rank_store import RankStore
 
 REMEDY: Final = (
@@ -24,7 +24,7 @@ ONE_SIDED: Final = (
 )
 
 
-def entry(rank: int, call: Call, *, is_launched: bool) -> dict[str, Any]:
+def entry(rank: int, call: ProgramCall, *, is_launched: bool) -> dict[str, Any]:
     """Return what a rank publishes of a call; `is_launched` where it does not wait for others."""
     return {
         "rank": rank, "start": call.start, "launched": call.launched, "is_again": call.is_again,
@@ -32,7 +32,7 @@ def entry(rank: int, call: Call, *, is_launched: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def backward_entry(rank: int, journal: Journal, program: Program) -> dict[str, Any]:
+def backward_entry(rank: int, journal: CallLog, program: CompiledProgram) -> dict[str, Any]:
     """Return what a rank publishes as the backward pass of `program` begins, which launches."""
     return {
         "rank": rank, "start": journal.end, "launched": journal.count.exact(), "is_again": False,
@@ -51,7 +51,7 @@ def answers_key(journal: str, start: int) -> str:
     return f"{journal}/{start}/answers"
 
 
-def conflict_of(journal: Journal, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+def conflict_of(journal: CallLog, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
     """Return why the ranks of two entries must end; "" where they need not.
 
     They may cut the user's collectives into other calls, as long as nothing rewritten is cut.
@@ -85,7 +85,7 @@ def _left(*entries: Mapping[str, Any]) -> str:
 
 
 def _conflict_of_passes(
-    journal: Journal, theirs: Mapping[str, Any], mine: Mapping[str, Any]
+    journal: CallLog, theirs: Mapping[str, Any], mine: Mapping[str, Any]
 ) -> str:
     """Return why ranks must end of which one is in a backward pass; "" where they need not."""
     forward, back = (mine, theirs) if theirs["is_backward"] else (theirs, mine)
@@ -102,7 +102,7 @@ def _conflict_of_passes(
     )
 
 
-def conflict_of_counts(journal: Journal, theirs: Mapping[str, Any], rank: int) -> str:
+def conflict_of_counts(journal: CallLog, theirs: Mapping[str, Any], rank: int) -> str:
     """Return why all must end where a rank waits to launch `theirs`; "" where they need not.
 
     What `rank`, this one, launched on the group since would meet that, and is something else.
@@ -152,7 +152,7 @@ def _said(one: Mapping[str, Any], index: int) -> str:
 
 
 def answer(
-    rank: int, program: Program, at: Mapping[str, int], *, is_launched: bool
+    rank: int, program: CompiledProgram, at: Mapping[str, int], *, is_launched: bool
 ) -> dict[str, Any]:
     """Return what a rank answers: what it runs, and where it waits for others, by journal."""
     return {
@@ -164,7 +164,9 @@ def answer(
 class Answers:
     """All ranks' answers to one call, and to the calls of other groups that these ranks are in."""
 
-    def __init__(self, store: RankStore, calls: Iterable[tuple[Journal, int, Program]]) -> None:
+    def __init__(
+        self, store: RankStore, calls: Iterable[tuple[CallLog, int, CompiledProgram]]
+    ) -> None:
         """Ask about `calls`, of which each says where it begins."""
         self._store = store
         self._asked = list(calls)

@@ -104,7 +104,7 @@ NEED_ALL: Final = ("all_", "reduce_scatter")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
+class CompiledProgram:
     """What one compiled callable is to the other ranks of a group."""
 
     order: str
@@ -135,13 +135,13 @@ class Program:
         }
 
 
-class Call(NamedTuple):
+class ProgramCall(NamedTuple):
     """A program, and where it begins."""
 
     number: int
     start: int
     """How many of the user's collectives were launched on the group before."""
-    program: Program
+    program: CompiledProgram
     launched: int | None = None
     """How many collectives of any kind were at most (`LaunchCount`); None where unknown."""
     is_again: bool = False
@@ -158,7 +158,7 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Journal:
+class CallLog:
     """The calls of one group, and the plans its ranks agreed on."""
 
     def __init__(self, key: str, group: str, ranks: list[int], count: LaunchCount) -> None:
@@ -176,31 +176,31 @@ class Journal:
         """The same by place too, of programs that ranks may choose between apart."""
         self.published: set[int] = set()
         """Where calls begin that this rank published before it ran them."""
-        self.newest: Call | None = None
+        self.newest: ProgramCall | None = None
         """The last of these, which may still wait."""
-        self._recent: list[Call | None] = [None] * REMEMBERED
+        self._recent: list[ProgramCall | None] = [None] * REMEMBERED
         """What ran; each one object, as another thread reads."""
 
-    def note(self, program: Program) -> None:
+    def note(self, program: CompiledProgram) -> None:
         """Take down that the next call runs `program`; said before it launches anything."""
         number = self.num_calls + 1
-        call = Call(number, self.end, program, self.count.at_most(), is_in_backward())
+        call = ProgramCall(number, self.end, program, self.count.at_most(), is_in_backward())
         self._recent[number % REMEMBERED] = call
         self.end = call.end
         self.num_calls = number  # last: what another thread finds by it is there
 
-    def publish(self, program: Program) -> Call:
+    def publish(self, program: CompiledProgram) -> ProgramCall:
         """Take down that `program` is about to be published; return it as the call to come."""
         number = self.num_calls + 1
-        self.newest = Call(number, self.end, program, self.count.exact(), is_in_backward())
+        self.newest = ProgramCall(number, self.end, program, self.count.exact(), is_in_backward())
         self.published.add(self.end)
         return self.newest
 
-    def last(self) -> Call | None:
+    def last(self) -> ProgramCall | None:
         """Return the newest call that was noted."""
         return self._recent[self.num_calls % REMEMBERED]
 
-    def between(self, start: int, end: int) -> Iterator[Call]:
+    def between(self, start: int, end: int) -> Iterator[ProgramCall]:
         """Yield the remembered calls that launch one of the collectives [start, end)."""
         for number in range(self.num_calls, 0, -1):
             call = self._recent[number % REMEMBERED]
@@ -209,7 +209,7 @@ class Journal:
             if call.start < end:
                 yield call
 
-    def must_ask(self, program: Program) -> bool:
+    def must_ask(self, program: CompiledProgram) -> bool:
         """Whether others may not launch what `program` launches, for all that this rank knows.
 
         What is rewritten always: another rank may run these collectives anew too, and otherwise.
@@ -224,18 +224,18 @@ class Journal:
             for known in self._rewritten
         )
 
-    def is_second(self, program: Program) -> bool:
+    def is_second(self, program: CompiledProgram) -> bool:
         """Whether all ranks ran the like of `program` by another plan, or by none, before.
 
         With both to choose from, by its own sizes, a rank would run one while others run the other.
         """
         return bool(program.plan and self.plans_of(program) - {program.plan})
 
-    def plans_of(self, program: Program) -> set[str]:
+    def plans_of(self, program: CompiledProgram) -> set[str]:
         """Return the plans by which all ranks ran the like of `program`."""
         return self._plans.get((program.order, program.site), set())
 
-    def agree(self, program: Program) -> None:
+    def agree(self, program: CompiledProgram) -> None:
         """All ranks run `program`."""
         if program.plan:
             self._rewritten.add(program.collectives)

@@ -34,7 +34,7 @@ from moe_compile.runtime.answers import (
     entry,
     reach,
 )
-from moe_compile.runtime.call_log import Call, Journal, Program
+from moe_compile.runtime.call_log import CallLog, CompiledProgram, ProgramCall
 from moe_compile.runtime.rank_store import (
     LEFT,
     STORE_ERRORS,
@@ -70,7 +70,7 @@ class Watcher(threading.Thread):
         self._ended = threading.Event()
         self._entries = NewEntries(self._store)
         self._answered: set[tuple[str, int]] = set()
-        self._pending: list[tuple[Journal, dict[str, Any]]] = []
+        self._pending: list[tuple[CallLog, dict[str, Any]]] = []
         self._standstill = Standstill(agreement.rank, self._store)
         self._store.append("watching", agreement.rank)
         atexit.register(self.end)  # a thread that runs on would abort the interpreter's shutdown
@@ -113,7 +113,7 @@ class Watcher(threading.Thread):
                 self._end_process(self._agreement.stop(conflict, self._store))
         return has_news or any(not one["is_backward"] for _, one in self._pending)
 
-    def _compare(self, journal: Journal, theirs: dict[str, Any]) -> bool:
+    def _compare(self, journal: CallLog, theirs: dict[str, Any]) -> bool:
         """Return whether the entry is dealt with: this rank has come as far as its end."""
         rank, start, end = self._agreement.rank, theirs["start"], reach(theirs)
         if theirs["rank"] != rank and (conflict := conflict_of_counts(journal, theirs, rank)):
@@ -131,13 +131,13 @@ class Watcher(threading.Thread):
         return has_passed
 
     def _check(
-        self, journal: Journal, theirs: dict[str, Any], call: Call, *, is_launched: bool
+        self, journal: CallLog, theirs: dict[str, Any], call: ProgramCall, *, is_launched: bool
     ) -> None:
         mine = entry(self._agreement.rank, call, is_launched=is_launched)
         if conflict := conflict_of(journal, theirs, mine):
             self._end_process(self._agreement.stop(conflict, self._store))
 
-    def _answer(self, journal: Journal, start: int, program: Program) -> None:
+    def _answer(self, journal: CallLog, start: int, program: CompiledProgram) -> None:
         """Say what the main thread ran at a position that another rank runs anew."""
         if start in journal.published or (journal.key, start) in self._answered:
             return
@@ -185,7 +185,7 @@ class Standstill:
         now = time.monotonic()
         return any(0.5 < now - since < 4 * STILL_S for count, since in self._seen.values() if count)
 
-    def look(self, journal: Journal) -> str:
+    def look(self, journal: CallLog) -> str:
         """Return what ranks launched differently on the group of `journal`; "" for nothing."""
         count, now = journal.count.at_most() or 0, time.monotonic()
         before, since = self._seen.get(journal.key, (0, now))
@@ -194,7 +194,7 @@ class Standstill:
             return ""
         return self._compare(journal, count) if now - since > STILL_S else ""
 
-    def _compare(self, journal: Journal, count: int) -> str:
+    def _compare(self, journal: CallLog, count: int) -> str:
         key, first = f"{journal.key}/still", journal.ranks[0]
         theirs = None if self._rank == first else self._store.peek(key)
         known = count, theirs["count"] if theirs is not None else 0
@@ -207,7 +207,7 @@ class Standstill:
             self._store.put(key, {"count": count, "last": last, "at": _place(journal)})
         return "" if theirs is None else self._conflict(journal, theirs, mine)
 
-    def _conflict(self, journal: Journal, theirs: dict[str, Any], mine: dict[int, str]) -> str:
+    def _conflict(self, journal: CallLog, theirs: dict[str, Any], mine: dict[int, str]) -> str:
         for number, said in sorted((int(n), said) for n, said in theirs["last"].items()):
             if mine.get(number, said) != said:
                 first = journal.ranks[0]
@@ -221,7 +221,7 @@ class Standstill:
         return ""
 
 
-def _place(journal: Journal) -> str:
+def _place(journal: CallLog) -> str:
     call = journal.last()
     if call is None:
         return "to nothing yet"

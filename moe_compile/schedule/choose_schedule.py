@@ -67,7 +67,7 @@ TIE: Final = 0.002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class CandidateOrder:
     """One order and what it costs."""
 
     order: tuple[int, ...]
@@ -77,11 +77,11 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ChosenOrder:
     """The schedule to use, and what it was chosen against."""
 
-    chosen: Candidate
-    as_it_came: Candidate
+    chosen: CandidateOrder
+    as_it_came: CandidateOrder
     is_capped: bool
     """Whether memory forbade a faster schedule."""
 
@@ -92,7 +92,7 @@ def choose_schedule(
     max_memory_increase: float,
     step_peak_bytes: int = 0,
     is_chunked: bool = False,
-) -> Choice:
+) -> ChosenOrder:
     """Return the fastest schedule whose peak rises by at most the allowed fraction.
 
     The rise counts from the graph's own peak, as if it had not been chunked: chunks one after
@@ -119,7 +119,7 @@ def choose_schedule(
     early = _candidate(problem, liveness, launch_early(problem, best.order))
     fits = early.peak_bytes <= max(best.peak_bytes, allowed)
     chosen = early if fits and _ties(early, best) else best
-    return Choice(chosen=chosen, as_it_came=came, is_capped=is_capped)
+    return ChosenOrder(chosen=chosen, as_it_came=came, is_capped=is_capped)
 
 
 def side_by_side(problem: ScheduleProblem) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ def side_by_side(problem: ScheduleProblem) -> tuple[int, ...]:
 
 def _scheduled_in_room(
     problem: ScheduleProblem, liveness: Liveness, known: Sequence[int], allowed_bytes: float
-) -> Iterator[Candidate]:
+) -> Iterator[CandidateOrder]:
     ways = [(known, True), (known, False)]
     lean = lean_order(problem, liveness)
     if liveness.peak_bytes(lean) > allowed_bytes:
@@ -146,19 +146,23 @@ def _scheduled_in_room(
         yield _candidate(problem, liveness, list_schedule(problem, policy, room))
 
 
-def _candidate(problem: ScheduleProblem, liveness: Liveness, order: Sequence[int]) -> Candidate:
+def _candidate(
+    problem: ScheduleProblem, liveness: Liveness, order: Sequence[int]
+) -> CandidateOrder:
     times = (simulate(problem, order, link_factor=f).step_us for f in (1.0, SLOW_LINK))
-    return Candidate(order=tuple(order), peak_bytes=liveness.peak_bytes(order), score_us=sum(times))
+    return CandidateOrder(
+        order=tuple(order), peak_bytes=liveness.peak_bytes(order), score_us=sum(times)
+    )
 
 
-def _fastest(candidates: Sequence[Candidate]) -> Candidate:
+def _fastest(candidates: Sequence[CandidateOrder]) -> CandidateOrder:
     """Return the first of the fastest if it ties with them, else the one of the smallest peak."""
     best = min(candidates, key=lambda c: c.score_us)
     fast = [c for c in candidates if _ties(c, best)]
     return fast[0] if fast[0] is candidates[0] else min(fast, key=lambda c: c.peak_bytes)
 
 
-def _ties(candidate: Candidate, best: Candidate) -> bool:
+def _ties(candidate: CandidateOrder, best: CandidateOrder) -> bool:
     return candidate.score_us <= best.score_us * (1.0 + TIE)
 
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from moe_compile.hardware.cluster import Fit
 from moe_compile.simulator import setups
-from moe_compile.simulator.method import Attention, Method, Overlap
+from moe_compile.simulator.method import AttentionSharding, Method, Overlap
 from moe_compile.simulator.models import find_model
 from moe_compile.simulator.step import Job, Setting, predict_step
 
@@ -181,7 +181,7 @@ def eos_mfu_percent(row: EosRow, fit: Fit | None = None) -> float:
     """Return the predicted MFU of a row in its own convention: attention counted in full."""
     profile, model = setups.shipped("h100"), find_model(row.model)
     method = Method(
-        attention=Attention.HEADS,
+        attention=AttentionSharding.HEADS,
         ranks=row.tensor,
         expert_ranks=row.expert,
         expert_slices=1 if row.is_folded else row.tensor,

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from moe_compile.report.explain import LOG_WIDTH
 from moe_compile.simulator.checks import Check, Row
-from moe_compile.simulator.explain import Bound, Change
+from moe_compile.simulator.explain import Change, ScheduleBound
 from moe_compile.simulator.parts_table import PartShares
 from moe_compile.simulator.scenario import Prediction
 
@@ -130,7 +130,7 @@ def print_changes(changes: Sequence[Change], own: Change, gpus: int, console: Co
     console.print(f"{NOTE} In another order a step is worth something else.")
 
 
-def print_bounds(bounds: Sequence[Bound], title: str, console: Console) -> None:
+def print_bounds(bounds: Sequence[ScheduleBound], title: str, console: Console) -> None:
     """Print how near schedules come to free collectives."""
     table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column("model", no_wrap=True)
@@ -210,6 +210,6 @@ def as_data(rows: Sequence[Any]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(row) for row in rows]
 
 
-def _pair(bound: Bound, column: str) -> str:
+def _pair(bound: ScheduleBound, column: str) -> str:
     near = bound.of_bound_percent
     return f"{near[column]:.0f} / {near[column + ' + fp8 wire']:.0f}"

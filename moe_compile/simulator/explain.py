@@ -14,7 +14,7 @@ from typing import Final
 from moe_compile.hardware.cluster import ClusterProfile, Fit
 from moe_compile.simulator import setups
 from moe_compile.simulator.layer_tasks import bound_us, time_layer
-from moe_compile.simulator.method import Attention, Experts, Method, Overlap
+from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Method, Overlap
 from moe_compile.simulator.models import TABLE_2, ModelShape, find_model
 from moe_compile.simulator.step import Setting, predict_step
 
@@ -36,7 +36,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bound:
+class ScheduleBound:
     """One layer of a model: its time with free collectives, and how near schedules come."""
 
     model: str
@@ -77,7 +77,7 @@ def predict_own_part(gpus: int) -> Change:
     """
     baseline = setups.megatron(gpus)
     own = _job(baseline, virtual_stages=setups.MEGASCALE_JOB.virtual_stages, gradient_bytes=2)
-    own = _method(own, has_slow_operators=False, experts=Experts.SOME)
+    own = _method(own, has_slow_operators=False, experts=ExpertSharding.SOME)
     own = _method(own, overlap=Overlap.INTER_OP)
     seconds = predict_step(own).seconds
     gain = predict_step(baseline).seconds / seconds
@@ -85,7 +85,7 @@ def predict_own_part(gpus: int) -> Change:
     return Change(name="megamoe's part", by=by, seconds=seconds, gain=gain, total_gain=gain)
 
 
-def find_bounds(profile: ClusterProfile, fit: Fit) -> tuple[Bound, ...]:
+def find_bounds(profile: ClusterProfile, fit: Fit) -> tuple[ScheduleBound, ...]:
     """Return the bound of every model of MegaScale-MoE's table 2, and of DeepSeek-V3."""
     one_node = tuple((model, Method(), setups.MEGASCALE_JOB) for model in TABLE_2)
     far = (find_model("deepseek-v3"), setups.DEEPSEEK, setups.DEEPSEEK_JOB)
@@ -108,9 +108,9 @@ def _steps(gpus: int) -> Iterator[tuple[str, str, Setting]]:
     yield "+ fused gradient sums", "none: FSDP sums gradients in its own kernels", now
     now = _method(now, rebuilds=True)
     yield "+ rematerialization", "save_exchanges: recompute; for memory", now
-    now = _method(now, experts=Experts.SOME)
+    now = _method(now, experts=ExpertSharding.SOME)
     yield "+ EP for TP of experts", "the recipe: expert_parallel_degree", now
-    now = _method(now, attention=Attention.SEQUENCE)
+    now = _method(now, attention=AttentionSharding.SEQUENCE)
     yield "+ SP for TP of attention", "not here: the recipe has no Ulysses beside a pipeline", now
     now = _method(now, overlap=Overlap.INTER_OP)
     yield "+ inter-op overlap", "schedule_exchanges", now
@@ -123,7 +123,7 @@ def _steps(gpus: int) -> Iterator[tuple[str, str, Setting]]:
     yield "and fp8 GEMMs", "a bound; weight gradients stay bf16", _method(now, fp8_gemms=True)
 
 
-def _bound(setting: Setting) -> Bound:
+def _bound(setting: Setting) -> ScheduleBound:
     costs = setting.costs
     ideal_us = bound_us(costs)
     near = {}
@@ -133,9 +133,9 @@ def _bound(setting: Setting) -> Bound:
         near[f"{name} + fp8 wire"] = 100.0 * ideal_us / _fastest_us(setting, small)
     model, peak = setting.model, setting.profile.compute.bf16_tflops
     work = _layer_flops(model, setting.job.seq_len) * costs.local_tokens
-    tensor = Method(attention=Attention.HEADS, experts=Experts.SLICES)
+    tensor = Method(attention=AttentionSharding.HEADS, experts=ExpertSharding.SLICES)
     in_node = setting.method.ranks == tensor.ranks
-    return Bound(
+    return ScheduleBound(
         model=model.name,
         ideal_ms=ideal_us / 1e3,
         ideal_mfu_percent=100.0 * work / (ideal_us * 1e6) / peak,

@@ -17,14 +17,21 @@ from moe_compile.hardware.cluster import ClusterProfile, Fit
 from moe_compile.hardware.collectives import leaving_share, spread_of
 from moe_compile.hardware.links import Link
 from moe_compile.simulator.kernels import Kernels
-from moe_compile.simulator.method import HOPS, Attention, Crossing, Experts, Method, Overlap
+from moe_compile.simulator.method import (
+    HOPS,
+    AttentionSharding,
+    Crossing,
+    ExpertSharding,
+    Method,
+    Overlap,
+)
 from moe_compile.simulator.models import ModelShape
 
 BF16: Final = 2
 """Bytes of an element."""
 
 
-class Sent(NamedTuple):
+class SentBytes(NamedTuple):
     """Bytes that leave a rank."""
 
     between: float
@@ -56,12 +63,12 @@ class LayerSizes:
     @property
     def has_heads(self) -> bool:
         """Whether a rank has some heads of all tokens."""
-        return self.method.attention is Attention.HEADS
+        return self.method.attention is AttentionSharding.HEADS
 
     @property
     def has_slices(self) -> bool:
         """Whether a rank has a slice of every expert."""
-        return self.method.experts is Experts.SLICES
+        return self.method.experts is ExpertSharding.SLICES
 
     @property
     def local_tokens(self) -> float:
@@ -160,32 +167,32 @@ class LayerSizes:
         """Return the bytes of a rank's tokens, once for each of their experts."""
         return self.local_tokens * self.model.top_k * self.row_bytes(element_bytes)
 
-    def sent(self, element_bytes: float, part: float = 1.0) -> Sent:
+    def sent(self, element_bytes: float, part: float = 1.0) -> SentBytes:
         """Return what one all-to-all of `part` of the rows sends."""
         rows = self.routed_bytes(element_bytes) * part
         shape = self.method.hop_shape(self.model, self.profile)
         if shape is None:
-            return Sent(0.0, rows * leaving_share(self.method.expert_ranks))
+            return SentBytes(0.0, rows * leaving_share(self.method.expert_ranks))
         if self.method.crossing is Crossing.BOTH_LINKS:
-            return Sent(shape.across_bytes(rows), rows)
+            return SentBytes(shape.across_bytes(rows), rows)
         spread = spread_of(self.method.expert_ranks, shape.num_local, is_gather=False)
         leaving = rows * leaving_share(self.method.expert_ranks)
-        return Sent(leaving * spread.between, leaving * spread.within)
+        return SentBytes(leaving * spread.between, leaving * spread.within)
 
-    def hopped(self, element_bytes: float) -> Sent:
+    def hopped(self, element_bytes: float) -> SentBytes:
         """Return what one exchange in two hops sends."""
         assert self.hops is not None
         rows = self.routed_bytes(element_bytes)
-        return Sent(self.hops.across_bytes(rows), self.hops.inside_bytes(rows))
+        return SentBytes(self.hops.across_bytes(rows), self.hops.inside_bytes(rows))
 
     @property
-    def sent_per_layer(self) -> Sent:
+    def sent_per_layer(self) -> SentBytes:
         """Return what all-to-alls of one layer send, forward and backward, none of them again."""
         of_copies = self.hopped if self.hops else self.sent
         of_sums = self.hopped if self.hops and self.sums_in_hops else self.sent
         wires = self.method.dispatch_bytes, self.method.combine_bytes
         sent = [way(nbytes) for nbytes in wires for way in (of_copies, of_sums)]
-        return Sent(sum(one.between for one in sent), sum(one.within for one in sent))
+        return SentBytes(sum(one.between for one in sent), sum(one.within for one in sent))
 
     @property
     def sums_in_hops(self) -> bool:
@@ -217,7 +224,7 @@ class LayerCosts(LayerSizes):
         ranks, width = self.method.ranks, self.model.head_width + 2 * self.model.kv_width
         if self.has_heads:
             return self.kernels.gather_us(self.tokens * self.model.width * BF16, ranks)
-        if self.method.attention is Attention.WHOLE:
+        if self.method.attention is AttentionSharding.WHOLE:
             return 0.0
         return self.kernels.exchange_us(self.local_tokens * width * BF16, ranks)
 

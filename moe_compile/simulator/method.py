@@ -30,7 +30,7 @@ class Overlap(enum.Enum):
     """Collectives take no time: the bound of every overlap."""
 
 
-class Attention(enum.Enum):
+class AttentionSharding(enum.Enum):
     """What of attention each rank of a layer has."""
 
     HEADS = "heads"
@@ -41,7 +41,7 @@ class Attention(enum.Enum):
     """Data parallelism: a micro-batch per rank, no collective."""
 
 
-class Experts(enum.Enum):
+class ExpertSharding(enum.Enum):
     """What of the experts each rank of a layer has."""
 
     SOME = "some"
@@ -72,10 +72,10 @@ HOPS: Final = (Crossing.EXACT, Crossing.ROUNDED)
 class Method:
     """What a training system does with one layer."""
 
-    attention: Attention = Attention.SEQUENCE
-    experts: Experts = Experts.SOME
+    attention: AttentionSharding = AttentionSharding.SEQUENCE
+    experts: ExpertSharding = ExpertSharding.SOME
     ranks: int = 8
-    """That share the tokens of one micro-batch; 1 with `Attention.WHOLE`."""
+    """That share the tokens of one micro-batch; 1 with `AttentionSharding.WHOLE`."""
     expert_ranks: int = 8
     """That share the experts."""
     expert_slices: int = 1
@@ -128,7 +128,7 @@ class Method:
 
     @property
     def _has_no_hops(self) -> bool:
-        sends_no_rows = self.gathers_rows or self.experts is Experts.SLICES
+        sends_no_rows = self.gathers_rows or self.experts is ExpertSharding.SLICES
         return sends_no_rows or self.expert_slices > 1 or self.overlap is Overlap.TILES
 
     @property
@@ -138,7 +138,7 @@ class Method:
 
     def check(self, model: ModelShape) -> None:
         """Raise InvalidConfig when `model` cannot be divided so."""
-        if self.experts is Experts.SOME and model.num_experts % self.expert_ranks:
+        if self.experts is ExpertSharding.SOME and model.num_experts % self.expert_ranks:
             raise InvalidConfig(
                 f"{model.name} has {model.num_experts} experts; {self.expert_ranks} ranks "
                 "cannot share them evenly"
@@ -154,7 +154,7 @@ class Method:
         """Return how a token's rows spread over nodes; None where they stay in one."""
         num_local = profile.nvlink.num_ranks
         nodes = math.ceil(self.expert_ranks / num_local)
-        if self.experts is Experts.SLICES or nodes <= 1:
+        if self.experts is ExpertSharding.SLICES or nodes <= 1:
             return None
         return HopShape(
             num_nodes=nodes,

@@ -18,7 +18,7 @@ from typing import Final
 from moe_compile.cost.tasks import COMPUTE, LINK, TaskList
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.layer_tasks import bound_us, tasks_of, time_layer
-from moe_compile.simulator.method import HOPS, Attention, Crossing, Overlap
+from moe_compile.simulator.method import HOPS, AttentionSharding, Crossing, Overlap
 from moe_compile.simulator.scenario import make_setting
 
 ONE_NODE: Final = ("352b", "mixtral-8x22b", "deepseek-moe-16b", "qwen3-235b", "qwen3-30b")
@@ -76,7 +76,7 @@ def costs_of(
     """Return what a layer's operators cost in parts of the batch and blocks to a graph."""
     parts, blocks = shape
     changes = {
-        "attention": Attention.WHOLE,
+        "attention": AttentionSharding.WHOLE,
         "ranks": 1,
         "crossing": crossing,
         "overlap": Overlap.INTER_OP,

@@ -17,7 +17,7 @@ from moe_compile.hardware.cluster import ClusterProfile, load_cluster
 from moe_compile.simulator import setups
 from moe_compile.simulator.layer_costs import BF16
 from moe_compile.simulator.layer_tasks import bound_us
-from moe_compile.simulator.method import HOPS, Attention, Crossing, Method, Overlap
+from moe_compile.simulator.method import HOPS, AttentionSharding, Crossing, Method, Overlap
 from moe_compile.simulator.models import find_model
 from moe_compile.simulator.step import Job, Setting, predict_step
 
@@ -107,7 +107,7 @@ def schedules(setting: Setting, wanted: Sequence[str] = ()) -> dict[str, Setting
     if setting.costs.link is setting.profile.network:
         methods = {**_own_methods(setting), **methods}
     found = {name: _with(setting, method) for name, method in methods.items()}
-    if setting.method.attention is not Attention.WHOLE:
+    if setting.method.attention is not AttentionSharding.WHOLE:
         found = {BASELINE: _baseline(setting), **found}
     if unknown := [name for name in wanted if name not in found]:
         raise InvalidConfig(f"no schedule {unknown[0]!r} here.{nearest(unknown[0], found)}")
@@ -199,7 +199,7 @@ OPTIMIZER_STATE: Final = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
+class MemoryUse:
     """Bytes on one GPU."""
 
     weights: float
@@ -213,7 +213,7 @@ class Memory:
         return self.weights + self.optimizer + self.activations
 
 
-def count_memory(setting: Setting) -> Memory:
+def count_memory(setting: Setting) -> MemoryUse:
     """Return what a GPU of the first stage holds at its peak."""
     job, method, model = setting.job, setting.method, setting.model
     whole = 1 if setting.costs.has_heads else method.ranks  # Ulysses: attention on every rank
@@ -222,7 +222,7 @@ def count_memory(setting: Setting) -> Memory:
     held = setting.expert_params + dense + embedding
     shared_out = (setting.dense_params + embedding) / max(setting.replicas, 1.0)
     sharded = setting.expert_params / setting.expert_replicas + shared_out
-    return Memory(
+    return MemoryUse(
         weights=held * (BF16 + FP32),
         optimizer=sharded * OPTIMIZER_STATE,
         activations=_layer_bytes(setting) * model.num_layers / job.pipeline * _in_flight(setting),

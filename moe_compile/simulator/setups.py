@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Final
 
 from moe_compile.hardware.cluster import ClusterProfile, Fit, load_cluster
-from moe_compile.simulator.method import Attention, Experts, Method, Overlap
+from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Method, Overlap
 from moe_compile.simulator.models import find_model
 from moe_compile.simulator.step import Job, Setting
 
 MEGATRON: Final = Method(
-    attention=Attention.HEADS,
-    experts=Experts.SLICES,
+    attention=AttentionSharding.HEADS,
+    experts=ExpertSharding.SLICES,
     fuses_gradient_sum=False,
     has_slow_operators=True,
 )
@@ -28,7 +28,7 @@ MEGASCALE: Final = Method(overlap=Overlap.TILES, rebuilds=True)
 ABLATION: Final = (
     (
         "TP + TP, nothing overlapped",
-        Method(attention=Attention.HEADS, experts=Experts.SLICES, rebuilds=True),
+        Method(attention=AttentionSharding.HEADS, experts=ExpertSharding.SLICES, rebuilds=True),
     ),
     ("SP + EP", replace(MEGASCALE, overlap=Overlap.SEQUENTIAL)),
     ("+ inter-op overlap", replace(MEGASCALE, overlap=Overlap.INTER_OP)),
@@ -40,7 +40,7 @@ MEGATRON_JOB: Final = Job(gpus=1440, pipeline=15)
 MEGASCALE_JOB: Final = Job(gpus=1440, pipeline=15, virtual_stages=4, gradient_bytes=2)
 """Pipeline 15 and bf16 gradients are stated; four virtual stages are assumed."""
 DEEPSEEK: Final = Method(
-    attention=Attention.WHOLE,
+    attention=AttentionSharding.WHOLE,
     ranks=1,
     expert_ranks=64,
     dispatch_bytes=1.0,

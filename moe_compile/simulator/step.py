@@ -16,7 +16,7 @@ from moe_compile.hardware.links import sent_us
 from moe_compile.simulator.kernels import Kernels
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.layer_tasks import LayerTime, time_layer
-from moe_compile.simulator.method import Attention, Experts, Method
+from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Method
 from moe_compile.simulator.models import ModelShape
 
 FIXED_US: Final = 50e3
@@ -149,7 +149,7 @@ class Setting:
 
     @property
     def _expert_sharing(self) -> int:
-        if self.method.experts is Experts.SLICES:
+        if self.method.experts is ExpertSharding.SLICES:
             return self.method.ranks
         return self.method.expert_ranks * self.method.expert_slices
 
@@ -180,7 +180,7 @@ def predict_step(setting: Setting) -> StepTime:
 
 def _check(setting: Setting) -> None:
     job, method = setting.job, setting.method
-    if method.attention is Attention.WHOLE and method.ranks != 1:
+    if method.attention is AttentionSharding.WHOLE and method.ranks != 1:
         raise InvalidConfig(f"whole attention is of one rank; ranks is {method.ranks}")
     if job.gpus % (job.pipeline * method.ranks):
         raise InvalidConfig(

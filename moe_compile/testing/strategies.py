@@ -17,7 +17,7 @@ from moe_compile.proof.kernel_bits import BLOCK_BYTES
 from moe_compile.testing.cpu_rounding.position_rounding import ALIGNED_BYTES
 
 
-class Routing(enum.Enum):
+class RoutingPattern(enum.Enum):
     """Which experts the tokens of all ranks choose."""
 
     BALANCED = "whatever random scores choose"
@@ -41,7 +41,7 @@ class MoECase:
     top_k: int
     chunks: int
     dtype: torch.dtype
-    routing: Routing
+    routing: RoutingPattern
     tokens: tuple[tuple[int, ...], ...]
     """Tokens per step and rank: `tokens[step][rank]`."""
     seed: int
@@ -67,7 +67,7 @@ def moe_cases(
         top_k=draw(st.integers(1, min(3, num_experts)), label="top_k"),
         chunks=draw(st.integers(1, local + 1), label="chunks"),
         dtype=dtype,
-        routing=draw(st.sampled_from(list(Routing)), label="routing"),
+        routing=draw(st.sampled_from(list(RoutingPattern)), label="routing"),
         tokens=tuple(draw(st.lists(step, min_size=1, max_size=3), label="tokens")),
         seed=draw(st.integers(0, 2**16), label="seed"),
     )
@@ -83,10 +83,10 @@ def chosen_experts(case: MoECase) -> tuple[int, ...]:
     `SKEWED` fixes the first choice only.
     """
     local = case.num_experts // case.num_ranks
-    if case.routing is Routing.BALANCED:
+    if case.routing is RoutingPattern.BALANCED:
         return ()
-    if case.routing is Routing.SKEWED:
+    if case.routing is RoutingPattern.SKEWED:
         return (case.seed % case.num_experts,)
-    if case.routing is Routing.FIRST_RANK and local >= case.top_k:
+    if case.routing is RoutingPattern.FIRST_RANK and local >= case.top_k:
         return tuple(range(case.top_k))
     return tuple((case.seed + i) % case.num_experts for i in range(case.top_k))

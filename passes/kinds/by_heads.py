@@ -36,7 +36,7 @@ from moe_compile.plan.chunk_numbers import (
     AUTO_CHUNKS,
     BY_PRICE,
     ONE_CHUNK,
-    Bound,
+    NumericalChange,
     last_bits_remark,
 )
 from moe_compile.plan.decide import choose
@@ -180,7 +180,7 @@ def plan_head_groups(
 
 def _remarks(region: AttentionRegion, num_groups: int) -> Iterator[str]:
     if region.may_round(num_groups):
-        yield Bound.HEADS.value
+        yield NumericalChange.HEADS.value
     elif why := region.why_last_bits(num_groups):
         yield last_bits_remark(why)
 

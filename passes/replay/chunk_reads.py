@@ -17,7 +17,7 @@ from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import input_splits, output_splits, tensor_of
 from moe_compile.regions.new_order import parts
 from moe_compile.regions.regions import MoERegion
-from moe_compile.regions.rewrites import Surroundings
+from moe_compile.regions.rewrites import Effects
 from passes.replay.host_reads import ASSERT, SPLITS_DO_NOT_FIT, BulkRead, most_of
 from passes.replay.replayed import Replay, emit_until_reads, needed_for
 
@@ -39,7 +39,7 @@ def read_chunks(
     region: MoERegion,
     whole: Replay,
     replays: Sequence[Replay],
-    around: Surroundings,
+    around: Effects,
     *,
     received: Sequence[fx.Node] = (),
     others: tuple[fx.Node, int] | None = None,

@@ -33,7 +33,7 @@ from moe_compile.graph.query import C10D, tensor_of
 from moe_compile.ops.gathered_rows import LOCAL_ROWS, SLICE_COUNTS
 from moe_compile.regions.new_order import parts
 from moe_compile.regions.regions import MoERegion
-from moe_compile.regions.rewrites import Surroundings
+from moe_compile.regions.rewrites import Effects
 from moe_compile.regions.token_regions import GatheredForm, TokenRows
 from passes.replay.host_reads import BulkRead, Size, extent, times
 from passes.replay.replayed import (
@@ -50,7 +50,7 @@ ON_THE_WIRE: Final = torch.int32
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class GatheredRouting:
     """The routing of all ranks."""
 
     counts: tuple[fx.Node, ...]
@@ -69,7 +69,9 @@ def emit_gather(emit: Emitter, region: MoERegion, tensor: fx.Node) -> fx.Node:
     return emit.call(C10D.all_gather_into_tensor, whole, region.num_ranks, region.group)
 
 
-def emit_routing(emit: Emitter, region: MoERegion, found: TokenRows, num_slices: int) -> Routing:
+def emit_routing(
+    emit: Emitter, region: MoERegion, found: TokenRows, num_slices: int
+) -> GatheredRouting:
     """Emit the exchange of counts and of rows' tokens; what it needs stands before `emit`."""
     num_experts = region.num_ranks * region.num_local_experts
     counts = emit.method("to", emit.method("reshape", region.counts, -1), torch.int64)
@@ -95,7 +97,7 @@ def emit_routing(emit: Emitter, region: MoERegion, found: TokenRows, num_slices:
     )
     shapes = ((region.num_ranks, num_slices, width) for width in (num_experts, num_rows))
     counted, tokens = (emit.method("reshape", c, *s) for c, s in zip(columns, shapes, strict=True))
-    return Routing(
+    return GatheredRouting(
         counts=_slices(emit, counted, num_slices),
         tokens=_slices(emit, tokens, num_slices),
         num_rows=num_rows,
@@ -110,7 +112,7 @@ def _slices(emit: Emitter, everyone: fx.Node, num_slices: int) -> tuple[fx.Node,
 
 
 def emit_factor(
-    emit: Emitter, region: MoERegion, routing: Routing, factor: fx.Node
+    emit: Emitter, region: MoERegion, routing: GatheredRouting, factor: fx.Node
 ) -> tuple[fx.Node, ...]:
     """Emit the gather of a factor per row `[R, 1]`; return each slice's, `[ranks * rows, 1]`."""
     if routing.by_slice is not None:
@@ -137,7 +139,7 @@ class Gathered:
     """What tells every rank what all ranks route where: once for all slices."""
 
 
-def emit_gathered(form: GatheredForm, around: Surroundings, rank: int) -> Gathered:
+def emit_gathered(form: GatheredForm, around: Effects, rank: int) -> Gathered:
     """Emit the region in its new form for a rank; the old one is for the caller to take out.
 
     `around` names the host reads of the region that others need and that the one read serves.
@@ -179,9 +181,9 @@ def _launch_tokens(form: GatheredForm) -> list[fx.Node]:
 def _read_host(
     writer: SliceWriter,
     form: GatheredForm,
-    routing: Routing,
+    routing: GatheredRouting,
     slices: list[Slice],
-    around: Surroundings,
+    around: Effects,
 ) -> dict[fx.Node, fx.Node]:
     """Emit the one read of all that the host must know; return what the served reads became."""
     emit, region = writer.emit, form.region
@@ -236,7 +238,9 @@ class Slice:
 class SliceWriter:
     """Emits the parts of slices, through an emitter that moves down the graph."""
 
-    def __init__(self, emit: Emitter, form: GatheredForm, routing: Routing, rank: int) -> None:
+    def __init__(
+        self, emit: Emitter, form: GatheredForm, routing: GatheredRouting, rank: int
+    ) -> None:
         """Write what `form` says of the rows that `routing` tells, for one rank of the group."""
         self.emit, self._form, self._routing = emit, form, routing
         self._region, self._found = form.region, form.found

@@ -30,7 +30,7 @@ from moe_compile.ops.quantized_rows import (
 )
 from moe_compile.ops.two_hops import grouped
 from moe_compile.regions.regions import MoERegion
-from moe_compile.regions.token_regions import DividedForm
+from moe_compile.regions.token_regions import TwoHopForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def as_rows(emit: Emitter, came: fx.Node, index: fx.Node | None, wire: RowWire |
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class HopSplit:
     """How rows go in parts, as `moe_compile.ops.hop_rows` has it: 1 and 1 where in none."""
 
     edges: tuple[int, ...]
@@ -111,7 +111,7 @@ class Sizes:
     near_got: list[list[list[fx.Node]]]
 
     @classmethod
-    def of(cls, form: DividedForm, cut: Cut, values: list[fx.Node]) -> Sizes:
+    def of(cls, form: TwoHopForm, cut: HopSplit, values: list[fx.Node]) -> Sizes:
         """Return what the host read, in the order of `moe_compile.ops.hop_rows.hop_sizes`."""
         nodes, chunks = form.nodes, len(cut.edges) - 1
         of_hop_1, of_hop_2 = cut.slices * nodes.num_nodes, cut.slices * chunks * nodes.num_local
@@ -127,7 +127,7 @@ class Sizes:
         )
 
     @staticmethod
-    def number(form: DividedForm, cut: Cut) -> int:
+    def number(form: TwoHopForm, cut: HopSplit) -> int:
         """Return how many there are."""
         nodes, chunks = form.nodes, len(cut.edges) - 1
         return 2 * cut.slices * (nodes.num_nodes + chunks * nodes.num_local)
@@ -165,7 +165,7 @@ class Hops:
         return (*self.hop_1, *_chained(self.hop_2))
 
 
-def exchange_table(form: DividedForm, cut: Cut) -> Table:
+def exchange_table(form: TwoHopForm, cut: HopSplit) -> Table:
     """Exchange the table where counts are exchanged."""
     region, nodes, edges = form.region, form.nodes, list(cut.edges)
     emit = Emitter(region.count_exchange)
@@ -204,8 +204,8 @@ def total_of(emit: Emitter, sizes: list[fx.Node]) -> fx.Node:
 
 def emit_hops(
     emit: Emitter,
-    form: DividedForm,
-    cut: Cut,
+    form: TwoHopForm,
+    cut: HopSplit,
     table: Table,
     sizes: Sizes,
     num_rows: list[fx.Node],
@@ -246,7 +246,7 @@ def emit_hops(
     return Hops(far, near, fan, at_home, on_node, sizes, hop_1, hop_2)
 
 
-def emit_arrival(emit: Emitter, form: DividedForm, hops: Hops) -> list[fx.Node]:
+def emit_arrival(emit: Emitter, form: TwoHopForm, hops: Hops) -> list[fx.Node]:
     """Emit the rows of each chunk once both hops brought them, in the order of the all-to-all."""
     wire = RowWire.of(form.dispatch_wire, form.found.tokens)
     came = (
@@ -293,7 +293,7 @@ def _chained(lists: Iterable[list[fx.Node]]) -> list[fx.Node]:
 
 
 def _note_nominal_rows(
-    form: DividedForm, cut: Cut, across: Sequence[fx.Node], inside: Sequence[fx.Node]
+    form: TwoHopForm, cut: HopSplit, across: Sequence[fx.Node], inside: Sequence[fx.Node]
 ) -> None:
     """Note on launches of both hops what they send where experts are chosen evenly, for prices."""
     region, nodes, chosen = form.region, form.nodes, tensor_of(form.chosen)

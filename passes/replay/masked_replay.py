@@ -45,7 +45,7 @@ from moe_compile.graph.modes import Mode, entered_since
 from moe_compile.graph.query import tensor_of
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.regions.regions import MoERegion, RowProof
-from moe_compile.regions.rewrites import Surroundings
+from moe_compile.regions.rewrites import Effects
 from passes.replay.chunk_axis import (
     ChunkAxis,
     slice_by_load,
@@ -86,7 +86,7 @@ def emit_chunks(
     region: MoERegion,
     proof: RowProof,
     num_chunks: int,
-    around: Surroundings,
+    around: Effects,
     *,
     by_tokens: bool = False,
     rank_by_load: int | None = None,

@@ -19,7 +19,7 @@ QUESTION, PASS, TEST, FIELD, READ = re.findall(r"```python\n(.*?)```", PAGE, re.
 IMPORTED = (
     "passes.compress_gradients", "moe_compile.graph.query", "moe_compile.graph.dependence",
     "moe_compile.graph.edit", "moe_compile.graph.legality", "moe_compile.graph.precedence",
-    "moe_compile.regions.surroundings", "moe_compile.backend", "tests.layers", "tests.capture",
+    "moe_compile.regions.rewrite_effects", "moe_compile.backend", "tests.layers", "tests.capture",
     "torch.distributed._functional_collectives", "collections.abc",
 )  # fmt: skip
 """Modules whose names the example uses."""

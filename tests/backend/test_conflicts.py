@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.runtime.answers import backward_entry, conflict_of, conflict_of_counts, entry
-from moe_compile.runtime.call_log import Call, Journal, LaunchCount, Program
+from moe_compile.runtime.call_log import CallLog, CompiledProgram, LaunchCount, ProgramCall
 
 
 @dataclasses.dataclass
@@ -22,18 +22,18 @@ class Count:
         return self.number
 
 
-LAYER = Program(order="one", plan="", collectives=("all_to_all",) * 3, places=("here",) * 3)
-TWICE = Program(order="two", plan="", collectives=("all_to_all",) * 6, places=("here",) * 6)
+LAYER = CompiledProgram(order="one", plan="", collectives=("all_to_all",) * 3, places=("here",) * 3)
+TWICE = CompiledProgram(order="two", plan="", collectives=("all_to_all",) * 6, places=("here",) * 6)
 
 
 def journal(end=0, launched=0):
-    found = Journal("0/0,1", "0", [0, 1], Count(launched))
+    found = CallLog("0/0,1", "0", [0, 1], Count(launched))
     found.end = end
     return found
 
 
 def forward(program=LAYER, start=3, launched=5, is_again=False, **more):
-    return entry(0, Call(1, start, program, launched, is_again), is_launched=False, **more)
+    return entry(0, ProgramCall(1, start, program, launched, is_again), is_launched=False, **more)
 
 
 BACKWARD = backward_entry(1, journal(end=3, launched=3), LAYER)

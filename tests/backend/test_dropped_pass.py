@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.journal.reasons import Reason
 from moe_compile.report.process_report import REPORT
-from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.judge import Outcome, judgement_of
 from moe_compile.testing.programs.run import run
 from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass
@@ -124,7 +124,7 @@ def test_a_compilation_that_lost_a_pass_is_reported_though_it_has_nothing_else(m
     monkeypatch.setattr(by_heads, "find_attention", failing)
     found = run(0, TEXT)
     dropped = "detect_regions: IndexError: tuple index out of range"
-    assert judgement_of([found]).kind is Kind.DROPPED
+    assert judgement_of([found]).kind is Outcome.DROPPED
     assert dropped in found.dropped
     assert dropped in REPORT.as_dict()["dropped_passes"]
 
@@ -142,6 +142,6 @@ def test_a_pass_that_fails_on_a_later_graph_is_reported_as_one_on_the_first(monk
     text = TEXT.replace("{}", "{'megamoe.gradient_wire': 'bf16_fp32_sum'}")
     found = run(0, text)
     dropped = f"compress_gradients {direction}: IndexError: tuple index out of range"
-    assert judgement_of([found]).kind is Kind.DROPPED
+    assert judgement_of([found]).kind is Outcome.DROPPED
     assert found.dropped == [dropped]
     assert dropped in REPORT.as_dict()["dropped_passes"]

@@ -12,7 +12,7 @@ from moe_compile.check import bits
 from moe_compile.check.bits import ONE, PROGRAMS, items_for, on_ranks
 from moe_compile.check.sections import Record
 from moe_compile.check.team import OutOfStep, Team
-from moe_compile.testing.programs.run import Findings
+from moe_compile.testing.programs.run import RankFindings
 
 
 def record_at(path, *, resumes=False):
@@ -95,12 +95,15 @@ def test_what_a_process_began_and_never_ended_is_a_failure(tmp_path):
 @pytest.mark.parametrize(
     ("findings", "whys"),
     [
-        ([Findings(num_rewritten=1), Findings()], []),
-        ([Findings(num_rewritten=1), Findings(differences=["step 0: output"])], ["step 0"]),
-        ([Findings(), Findings(verdicts=["left whole"])], ["not rewritten: left whole"]),
-        ([Findings(compiled_error="ValueError"), Findings(num_rewritten=1)], ["ValueError"]),
-        ([Findings(eager_error="no such kernel"), Findings()], ["no such kernel"]),
-        ([Findings(num_rewritten=1, dropped=["a pass"]), Findings()], ["a pass"]),
+        ([RankFindings(num_rewritten=1), RankFindings()], []),
+        ([RankFindings(num_rewritten=1), RankFindings(differences=["step 0: output"])], ["step 0"]),
+        ([RankFindings(), RankFindings(verdicts=["left whole"])], ["not rewritten: left whole"]),
+        (
+            [RankFindings(compiled_error="ValueError"), RankFindings(num_rewritten=1)],
+            ["ValueError"],
+        ),
+        ([RankFindings(eager_error="no such kernel"), RankFindings()], ["no such kernel"]),
+        ([RankFindings(num_rewritten=1, dropped=["a pass"]), RankFindings()], ["a pass"]),
     ],
     ids=["same", "one rank differs", "left whole", "raises", "eager raises", "a pass fails"],
 )

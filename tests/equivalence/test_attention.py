@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from moe_compile.plan.chunk_numbers import Bound
+from moe_compile.plan.chunk_numbers import NumericalChange
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.equivalence import differing_tensors
 from tests.attention_layers import (
@@ -127,7 +127,7 @@ def test_values_of_another_size_than_keys_differ_in_last_bits_and_the_report_say
     for differing, verdicts in two_ranks.run(run_case, case, LatentAttention):
         assert verdicts == [(3, "chunked")]
         assert all(float(said.split()[-1]) < 8 * torch.finfo(dtype).eps for said in differing)
-    assert all(Bound.HEADS.value in said for said in two_ranks.run(remarks_of))
+    assert all(NumericalChange.HEADS.value in said for said in two_ranks.run(remarks_of))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from moe_compile.testing.programs.choices import Across, Extra, Fill, Room, Sent
 from moe_compile.testing.programs.grammar import Capacity, Program
-from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.judge import Outcome, judgement_of
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import source_of
 
@@ -28,7 +28,7 @@ def check(pool, layer, tokens, chunks, old="MIRRORED = True", new="MIRRORED = Fa
     assert old in text
     found = pool.run(run, text.replace(old, new))
     judgement = judgement_of(found)
-    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.kind is Outcome.SAME, judgement.detail
     return [one.verdicts for one in found]
 
 

@@ -41,7 +41,7 @@ from moe_compile.testing.programs.grammar import (
     Program,
     Rewrite,
 )
-from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.judge import Outcome, judgement_of
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.strategy import (
@@ -103,7 +103,7 @@ def names_of(row):
 
 def check(program, verdict):
     judgement = judgement_of([run(0, source_of(program))])
-    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.kind is Outcome.SAME, judgement.detail
     assert judgement.is_chunked and verdict in judgement.verdicts, judgement.verdicts
     assert len(judgement.verdicts) == 1
 

@@ -9,7 +9,7 @@ from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.testing.programs.campaign import drawn_programs
 from moe_compile.testing.programs.choices import Counts, Groups, Reader, Splits, Style
 from moe_compile.testing.programs.grammar import HOPPING, Capacity, Experts, Program, Rewrite
-from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.judge import Outcome, judgement_of
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import options_of, source_of
@@ -64,7 +64,7 @@ PROGRAMS = (
 @pytest.mark.parametrize(("rewrite", "changes"), PROGRAMS)
 def test_it_runs_in_two_hops_and_equals_eager(four_ranks, rewrite, changes):
     judged = judgement_of(four_ranks.run(run, source_of(program(rewrite, **changes))))
-    assert (judged.kind, judged.verdicts) == (Kind.SAME, (IN_TWO_HOPS,)), judged.detail
+    assert (judged.kind, judged.verdicts) == (Outcome.SAME, (IN_TWO_HOPS,)), judged.detail
     assert judged.is_chunked
 
 
@@ -73,7 +73,7 @@ def test_it_runs_in_two_hops_and_equals_eager(four_ranks, rewrite, changes):
 def test_it_does_so_on_ranks_that_mirror_each_other(rewrite, changes):
     text = source_of(program(rewrite, tokens=((4, 4),), **changes))
     judged = judgement_of([run(0, text)])
-    assert (judged.kind, judged.verdicts) == (Kind.SAME, (IN_TWO_HOPS,)), judged.detail
+    assert (judged.kind, judged.verdicts) == (Outcome.SAME, (IN_TWO_HOPS,)), judged.detail
     assert judged.is_chunked
 
 
@@ -85,20 +85,20 @@ def test_slices_that_come_in_one_hop_after_all_sum_gradients_of_weights_otherwis
     text = source_of(one)
     assert one.tokens == ((3,) * 4,) and "\nFLAT_BOUND = 0.05 " in text
     judged = judgement_of([run(0, text)])
-    assert (judged.kind, judged.verdicts) == (Kind.SAME, ("chunked",)), judged.detail
+    assert (judged.kind, judged.verdicts) == (Outcome.SAME, ("chunked",)), judged.detail
     assert not judged.is_chunked
     exact = text.replace("\nFLAT_BOUND = 0.05 ", "\nFLAT_BOUND = 0.0 ")
-    assert judgement_of([run(0, exact)]).kind is Kind.WRONG
+    assert judgement_of([run(0, exact)]).kind is Outcome.WRONG
 
 
 @pytest.mark.slow
 def test_a_sum_that_goes_wrong_on_mirrored_ranks_is_found():
-    assert judgement_of([run(0, gone_wrong(tokens=((4, 4),)))]).kind is Kind.WRONG
+    assert judgement_of([run(0, gone_wrong(tokens=((4, 4),)))]).kind is Outcome.WRONG
 
 
 @pytest.mark.slow
 def test_a_sum_that_goes_wrong_is_found(four_ranks):
-    assert judgement_of(four_ranks.run(run, gone_wrong())).kind is Kind.WRONG
+    assert judgement_of(four_ranks.run(run, gone_wrong())).kind is Outcome.WRONG
 
 
 def gone_wrong(**changes):

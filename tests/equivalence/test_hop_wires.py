@@ -6,7 +6,7 @@ import torch
 from moe_compile.ops.wire_format import BLOCK
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.strategies import Routing
+from moe_compile.testing.strategies import RoutingPattern
 from tests.dispatch_layers import (
     Around,
     InOrder,
@@ -105,7 +105,7 @@ def test_the_flat_exchange_of_weighted_sums_whose_gradients_go_as_they_are(fresh
     equals(fresh_nodes, a_case(style, TOKENS), style, quantized_eagerly, wires)
 
 
-@pytest.mark.parametrize("routing", slow_but([Routing.FIRST_RANK], list(Routing)))
+@pytest.mark.parametrize("routing", slow_but([RoutingPattern.FIRST_RANK], list(RoutingPattern)))
 def test_ranks_without_tokens_and_without_rows(fresh_nodes, routing):
     case = a_case(Unweighted, EMPTY, top_k=2, routing=routing)
     equals(fresh_nodes, case, Unweighted, flat_eagerly, BOTH)
@@ -139,7 +139,7 @@ IN_PARTS = (
 
 @pytest.mark.parametrize(("style", "axis", "num_parts"), exhaustive_but(IN_PARTS[:2], IN_PARTS))
 def test_parts_change_no_bit(fresh_nodes, style, axis, num_parts):
-    case = a_case(style, EMPTY, num_experts=12, routing=Routing.SKEWED)
+    case = a_case(style, EMPTY, num_experts=12, routing=RoutingPattern.SKEWED)
     options = {"chunks": num_parts, "chunk_by": axis}
     equals(fresh_nodes, case, style, hops_eagerly, BOTH, **options)
 

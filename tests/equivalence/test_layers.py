@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.strategies import MoECase, Routing, chosen_experts, moe_cases
+from moe_compile.testing.strategies import MoECase, RoutingPattern, chosen_experts, moe_cases
 from tests.layers import STYLES, GroupedExperts, LoopExperts, SegmentStarts
 from tests.slow_parameters import exhaustive_but, slow_but
 
@@ -76,8 +76,8 @@ def one_case(style, *tokens, **changes):
     hidden = 32 if style is LoopExperts else 24  # a CPU rounds float32 by position but in vectors
     case = MoECase(
         num_ranks=num_ranks, width=16, hidden=hidden, num_experts=3 * num_ranks, top_k=2, chunks=2,
-        dtype=dtypes(style)[0], routing=list(Routing)[place % len(Routing)], tokens=tokens,
-        seed=place,
+        dtype=dtypes(style)[0], tokens=tokens, seed=place,
+        routing=list(RoutingPattern)[place % len(RoutingPattern)],
     )  # fmt: skip
     return dataclasses.replace(case, **changes)
 

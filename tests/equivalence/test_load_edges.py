@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.strategies import Routing
+from moe_compile.testing.strategies import RoutingPattern
 from tests.equivalence.test_layers import build, inputs, one_case
 from tests.layers import GroupedExperts
 from tests.slow_parameters import slow_but
@@ -31,17 +31,17 @@ def case_of(style, *tokens, **changes):
     return one_case(style, *tokens, num_experts=5 * len(tokens[0]), chunks=3, **changes)
 
 
-SHOWN = (Routing.FIRST_RANK,)
+SHOWN = (RoutingPattern.FIRST_RANK,)
 """A rank without any rows."""
 
 
-@pytest.mark.parametrize("routing", slow_but(SHOWN, list(Routing)))
+@pytest.mark.parametrize("routing", slow_but(SHOWN, list(RoutingPattern)))
 def test_layers_in_chunks_by_load_equal_eager(two_devices, routing):
     check(two_devices, case_of(GroupedExperts, (9, 14), (16, 3), routing=routing), GroupedExperts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("routing", [Routing.BALANCED, Routing.SKEWED])
+@pytest.mark.parametrize("routing", [RoutingPattern.BALANCED, RoutingPattern.SKEWED])
 def test_four_ranks_agree_on_chunks_by_load(four_ranks, routing):
     check(four_ranks, case_of(GroupedExperts, (5, 11, 1, 8), routing=routing), GroupedExperts)
 
@@ -49,7 +49,7 @@ def test_four_ranks_agree_on_chunks_by_load(four_ranks, routing):
 @pytest.mark.slow
 def test_generated_code_is_as_far_from_eager_as_that_of_even_chunks(two_ranks):
     """Inductor rounds otherwise than eager, and by load as it does in even chunks."""
-    case = case_of(GroupedExperts, (9, 14), (16, 3), routing=Routing.SKEWED)
+    case = case_of(GroupedExperts, (9, 14), (16, 3), routing=RoutingPattern.SKEWED)
     by_load, even = (
         two_ranks.run(run_case, case, GroupedExperts, "inductor", edges)
         for edges in ("load", "even")

@@ -22,7 +22,7 @@ from moe_compile.testing.programs.choices import (
     Weighing,
 )
 from moe_compile.testing.programs.grammar import Experts, Program, Rewrite
-from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.judge import Outcome, judgement_of
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import source_of
 from tests.slow_parameters import slow_but
@@ -71,7 +71,7 @@ QUICK = ("a host integer scales what is written before the combine",)
 
 def check(text, *verdicts):
     judgement = judgement_of([run(0, text)])
-    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.kind is Outcome.SAME, judgement.detail
     assert not verdicts or {*judgement.verdicts} == {*verdicts}
     return judgement
 
@@ -107,7 +107,7 @@ def test_a_region_whose_motion_would_tell_is_left_whole(reader):
 def test_so_does_a_region_whose_tokens_are_gathered(two_ranks, reader):
     program = Program(layers=(layer(reader, top_k=2),), rewrite=Rewrite.GATHERED)
     judgement = judgement_of(two_ranks.run(run, source_of(program)))
-    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.kind is Outcome.SAME, judgement.detail
     assert {*judgement.verdicts} == {"all-gathered"}
 
 

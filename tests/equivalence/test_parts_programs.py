@@ -20,7 +20,7 @@ from moe_compile.testing.programs.choices import (
     Wrapping,
 )
 from moe_compile.testing.programs.grammar import PARTED, Experts, OwnAttention, Program, Rewrite
-from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.judge import Outcome, judgement_of
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import source_of
@@ -65,7 +65,7 @@ def test_the_last_batch_may_be_smaller_on_all_ranks():
 def test_a_smaller_last_batch_runs_whole_or_in_parts(last):
     """Four tokens in two parts are compiled for any size; one is no batch of two parts."""
     judgement = judged(program(tokens=((6, 6), (last, last))))
-    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
+    assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
 
 
 def test_a_campaign_of_parts_draws_nothing_else():
@@ -85,7 +85,7 @@ SLOW = (Within.ONTO_NEW, Within.TURNED_BACK)
 )
 def test_a_program_equals_accumulation_or_is_left_whole(within):
     judgement = judged(program(within))
-    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.kind is Outcome.SAME, judgement.detail
     assert judgement.is_chunked == (within not in MIXING)
 
 
@@ -110,14 +110,14 @@ COMMON = {
 @pytest.mark.parametrize("name", slow_but([*COMMON][:2], COMMON))
 def test_common_forms_equal_accumulation(name):
     judgement = judged(COMMON[name])
-    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
+    assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rewrite", sorted(PARTED, key=str))
 def test_a_program_of_any_size_equals_accumulation(rewrite):
     judgement = judged(program(rewrite=rewrite, tokens=((6, 6), (9, 9), (3, 3)), dynamic=True))
-    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
+    assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_gradients_of_several_steps_and_calls_are_added_up(rewrite):
     for backward in (Backward.TWICE, Backward.ACCUMULATED, Backward.EVALUATED):
         given = {"tokens": tokens, "backward": backward, "sharing": Sharing.WEIGHTS}
         judgement = judged(program(Within.PLAIN, rewrite=rewrite, **given))
-        assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
+        assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
 
 
 RIGHT = "scores = torch.sigmoid((x @ self.router).float())"
@@ -136,7 +136,7 @@ WRONG = f"{RIGHT} + 0.5 * torch.compiler.is_compiling()"
 
 @pytest.mark.slow
 def test_what_a_program_in_parts_does_otherwise_is_found():
-    assert judged(program(), RIGHT, WRONG).kind is Kind.WRONG
+    assert judged(program(), RIGHT, WRONG).kind is Outcome.WRONG
 
 
 @pytest.mark.slow
@@ -148,5 +148,5 @@ def test_layers_that_are_compiled_one_by_one_run_in_parts_or_whole():
     given = {"wrapping": Wrapping.CHECKPOINT, "dtype": "float64", "tokens": ((12, 12),)}
     one = program(Within.PLAIN, rewrite=Rewrite.THREE_PARTS, **given)
     judgement = judged(one)
-    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
-    assert judged(one, RIGHT, WRONG).kind is Kind.WRONG
+    assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
+    assert judged(one, RIGHT, WRONG).kind is Outcome.WRONG

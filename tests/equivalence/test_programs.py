@@ -40,9 +40,9 @@ from moe_compile.testing.programs.grammar import (
     Program,
     Rewrite,
 )
-from moe_compile.testing.programs.judge import Judge, Kind, judgement_of
+from moe_compile.testing.programs.judge import Judge, Outcome, judgement_of
 from moe_compile.testing.programs.legal import legal
-from moe_compile.testing.programs.run import Findings, run
+from moe_compile.testing.programs.run import RankFindings, run
 from moe_compile.testing.programs.strategy import LEAVES_WHOLE, PROGRAMS_OF, SLOTS_LEFT_WHOLE
 from moe_compile.testing.programs.text import source_of
 from moe_compile.testing.programs.wanted import wanted_programs
@@ -160,13 +160,13 @@ def test_layers_behind_a_graph_break_run_in_parts_and_those_before_it_whole(judg
         layers=layers, tokens=((6, 6),), rewrite=Rewrite.THREE_PARTS, width=64, hidden=64
     )
     judgement = judge.judge(source_of(legal(program)))
-    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
+    assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
 
 
 @pytest.mark.parametrize("program", slow_but(FIXED[6:9], FIXED), ids=NAMES)
 def test_a_program_equals_eager_chunked_or_whole(judge, program):
     judgement = judge.judge(source_of(program))
-    assert judgement.kind is Kind.SAME, judgement.detail
+    assert judgement.kind is Outcome.SAME, judgement.detail
     assert judgement.is_chunked == (program in CHUNKED), judgement.verdicts
 
 
@@ -182,9 +182,9 @@ def test_rows_of_one_call_may_travel_in_eight_bits_and_those_of_another_not(judg
     """The whole program was held to rounding everywhere, or nowhere."""
     text = source_of(QUANTISED_ONCE)
     judgement = judge.judge(text)
-    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
+    assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
     not_rounded = text.replace("pack_rows(rows, None)", "pack_rows(rows * 1.125, None)")
-    assert judge.judge(not_rounded).kind is Kind.WRONG
+    assert judge.judge(not_rounded).kind is Outcome.WRONG
 
 
 def with_line(line):
@@ -198,25 +198,25 @@ def with_line(line):
 def test_what_a_compiled_program_does_otherwise_is_found(two_ranks, name):
     found = two_ranks.run(run, with_line(COMPILED_ALONE + FAULTS[name]), "aot_eager")
     judgement = judgement_of(found)
-    assert judgement.kind is Kind.WRONG
+    assert judgement.kind is Outcome.WRONG
     assert f"step 0: {name} " in judgement.detail
 
 
 def test_an_error_of_the_compiled_program_alone_is_a_crash(two_ranks):
     text = with_line(COMPILED_ALONE + "x.view(-1, 7919)")
-    assert judgement_of(two_ranks.run(run, text, "aot_eager")).kind is Kind.CRASH
+    assert judgement_of(two_ranks.run(run, text, "aot_eager")).kind is Outcome.CRASH
 
 
 def test_a_program_that_eager_torch_cannot_run_is_invalid(two_ranks):
     text = with_line("x.view(-1, 7919)")
-    assert judgement_of(two_ranks.run(run, text, "aot_eager")).kind is Kind.INVALID
+    assert judgement_of(two_ranks.run(run, text, "aot_eager")).kind is Outcome.INVALID
 
 
 def test_a_program_that_should_raise_and_does_not_is_wrong():
-    found = Findings(raises=True, eager_error="RuntimeError: Expected cond to be True")
-    assert judgement_of([found, found]).kind is Kind.WRONG
-    caught = Findings(raises=True, eager_error="RuntimeError", compiled_error="RuntimeError")
-    assert judgement_of([caught, caught]).kind is Kind.SAME
+    found = RankFindings(raises=True, eager_error="RuntimeError: Expected cond to be True")
+    assert judgement_of([found, found]).kind is Outcome.WRONG
+    caught = RankFindings(raises=True, eager_error="RuntimeError", compiled_error="RuntimeError")
+    assert judgement_of([caught, caught]).kind is Outcome.SAME
 
 
 BESIDE_TORCH = (
@@ -245,7 +245,7 @@ BESIDE_TORCH = (
 @pytest.mark.parametrize("program", BESIDE_TORCH)
 def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge, program):
     judgement = judge.judge(source_of(program))
-    assert judgement.kind is Kind.AS_TORCH, judgement.detail
+    assert judgement.kind is Outcome.AS_TORCH, judgement.detail
     assert not judgement.failed
 
 
@@ -261,7 +261,7 @@ def test_what_is_said_to_leave_a_layer_whole_does(judge):
 
 
 def test_a_pass_that_failed_is_a_failure():
-    found = Findings(dropped=["rewrite_regions: AssertionError"])
+    found = RankFindings(dropped=["rewrite_regions: AssertionError"])
     assert judgement_of([found, found]).failed
 
 
@@ -344,9 +344,9 @@ class TorchFailsOnce(Judge):
     def __init__(self):
         super().__init__()
         self.findings = [
-            Findings(differences=["output"]),
-            Findings(eager_error="of torch"),
-            Findings(),
+            RankFindings(differences=["output"]),
+            RankFindings(eager_error="of torch"),
+            RankFindings(),
         ]
 
     def _run(self, text, backend, reference="eager"):
@@ -354,7 +354,7 @@ class TorchFailsOnce(Judge):
 
 
 def test_what_torch_cannot_compile_is_tried_in_new_processes():
-    assert TorchFailsOnce().judge("").kind is Kind.AS_TORCH
+    assert TorchFailsOnce().judge("").kind is Outcome.AS_TORCH
 
 
 class Said(Judge):
@@ -375,22 +375,22 @@ class Said(Judge):
         self.num_ended += 1
 
 
-LOST = Findings(eager_error="RuntimeError: Application timeout caused pair closure")
+LOST = RankFindings(eager_error="RuntimeError: Application timeout caused pair closure")
 HUNG = RankFailure("ranks [0] did not answer within 300 s")
 
 
-@pytest.mark.parametrize("first", [[LOST], [HUNG, Findings()]], ids=["link", "hang"])
+@pytest.mark.parametrize("first", [[LOST], [HUNG, RankFindings()]], ids=["link", "hang"])
 def test_what_a_broken_link_says_is_asked_again_of_new_processes(first):
     """The hang is first compared with AOTAutograd alone, which does not hang."""
-    judge = Said(*first, Findings())
+    judge = Said(*first, RankFindings())
     judgement = judge.judge("")
-    assert (judgement.kind, judgement.is_second, judge.num_ended) == (Kind.SAME, True, 1)
+    assert (judgement.kind, judgement.is_second, judge.num_ended) == (Outcome.SAME, True, 1)
     assert not judge.runs
 
 
 def test_what_hangs_again_is_a_hang():
-    judgement = Said(HUNG, Findings(), HUNG, Findings()).judge("")
-    assert (judgement.kind, judgement.is_second) == (Kind.HANG, True)
+    judgement = Said(HUNG, RankFindings(), HUNG, RankFindings()).judge("")
+    assert (judgement.kind, judgement.is_second) == (Outcome.HANG, True)
 
 
 DIED = RankFailure("rank 1:\nprocess of rank 1 ended")
@@ -399,19 +399,22 @@ DIED = RankFailure("rank 1:\nprocess of rank 1 ended")
 @pytest.mark.parametrize("fails_in", [None, 0, 4])
 def test_a_program_in_which_a_process_died_has_to_pass_five_times(fails_in):
     """The first failure is compared with AOTAutograd alone, twice, by new processes too."""
-    later = [Findings() for _ in range(5)]
+    later = [RankFindings() for _ in range(5)]
     if fails_in is not None:
-        later[fails_in:] = [Findings(differences=["output"]), Findings(differences=["output"])]
-    judge = Said(DIED, Findings(), Findings(), *later)
+        later[fails_in:] = [
+            RankFindings(differences=["output"]),
+            RankFindings(differences=["output"]),
+        ]
+    judge = Said(DIED, RankFindings(), RankFindings(), *later)
     judgement = judge.judge("")
-    expected = Kind.SAME if fails_in is None else Kind.WRONG
+    expected = Outcome.SAME if fails_in is None else Outcome.WRONG
     assert (judgement.kind, judgement.is_second) == (expected, True)
     assert not judge.runs
 
 
 def test_other_failures_are_judged_once():
-    judgement = Said(Findings(eager_error="ValueError: of the program")).judge("")
-    assert (judgement.kind, judgement.is_second) == (Kind.INVALID, False)
+    judgement = Said(RankFindings(eager_error="ValueError: of the program")).judge("")
+    assert (judgement.kind, judgement.is_second) == (Outcome.INVALID, False)
 
 
 @pytest.mark.slow
@@ -430,4 +433,4 @@ def test_a_check_that_fails_ends_every_rank(judge):
         wrapping=Wrapping.AUTOCAST, rewrite=Rewrite.FP8, seed=217,
     )  # fmt: skip
     judgement = judge.judge(source_of(program))
-    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement.detail
+    assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail

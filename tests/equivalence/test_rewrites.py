@@ -5,7 +5,7 @@ import torch
 
 from moe_compile.check.bits import PROGRAMS, items_for, run_item
 from moe_compile.testing.programs.grammar import NUM_RANKS
-from moe_compile.testing.programs.judge import Kind, judgement_of
+from moe_compile.testing.programs.judge import Outcome, judgement_of
 
 ITEMS = {item.name: item for item in items_for(NUM_RANKS)}
 ON_TWO = [name for name, item in ITEMS.items() if item.num_ranks == NUM_RANKS]
@@ -21,7 +21,7 @@ def on_rank(rank, item):
 
 def check(pool, name):
     judged = judgement_of(pool.run(on_rank, ITEMS[name]))
-    assert judged.kind is Kind.SAME, judged.detail
+    assert judged.kind is Outcome.SAME, judged.detail
     assert judged.is_chunked, judged.verdicts
 
 

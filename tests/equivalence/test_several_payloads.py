@@ -5,7 +5,7 @@ import torch
 
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.strategies import MoECase, Routing
+from moe_compile.testing.strategies import MoECase, RoutingPattern
 from tests.equivalence.test_layers import build, inputs
 from tests.megatron_layers import (
     MegatronLayer,
@@ -26,7 +26,8 @@ def case_of(style):
     """Return two steps: some tokens, then a step in which a rank has none or others."""
     return MoECase(
         num_ranks=2, width=32, hidden=32, num_experts=6, top_k=2, chunks=2, dtype=torch.float32,
-        routing=Routing.FIRST_RANK, tokens=((9, 14), (0, 7)), seed=list(NUM_REGIONS).index(style),
+        routing=RoutingPattern.FIRST_RANK, tokens=((9, 14), (0, 7)),
+        seed=list(NUM_REGIONS).index(style),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.strategies import Routing
+from moe_compile.testing.strategies import RoutingPattern
 from tests.dispatch_layers import (
     Around,
     InOrder,
@@ -100,7 +100,7 @@ def test_tokens_of_which_another_rank_sends_the_rows_have_sums_of_zero(two_nodes
     check(two_nodes.run(differing, whole_case((6, 1, 11, 4), dtype=dtype, top_k=4), style))
 
 
-@pytest.mark.parametrize("routing", slow_but([], list(Routing)))
+@pytest.mark.parametrize("routing", slow_but([], list(RoutingPattern)))
 def test_ranks_without_tokens_and_without_rows(two_nodes, routing):  # noqa: F811
     check(two_nodes.run(differing, whole_case(EMPTY, top_k=2, routing=routing), Around))
 

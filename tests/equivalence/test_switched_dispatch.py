@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.strategies import MoECase, Routing
+from moe_compile.testing.strategies import MoECase, RoutingPattern
 from tests.dispatch_layers import InOrder, InOrderWeighted, OntoTokens
 from tests.equivalence.test_layers import build, inputs, one_case
 from tests.equivalence.test_token_chunks import WholeNumbers
@@ -42,7 +42,7 @@ def check(results):
 
 def two_rows_case(style, *tokens):
     if style is InOrder:
-        return one_case(GroupedExperts, *tokens, routing=Routing.SKEWED)
+        return one_case(GroupedExperts, *tokens, routing=RoutingPattern.SKEWED)
     return one_case(style, *tokens)
 
 
@@ -75,7 +75,7 @@ def test_no_memory_is_read_that_nobody_wrote(two_ranks, style):
     """A body that writes in place once left rows out, and gradients got what lay there."""
     case = MoECase(
         num_ranks=2, width=16, hidden=8, num_experts=4, top_k=2, chunks=1, dtype=torch.bfloat16,
-        routing=Routing.FIRST_RANK, tokens=((5, 5),), seed=1,
+        routing=RoutingPattern.FIRST_RANK, tokens=((5, 5),), seed=1,
     )  # fmt: skip
     check(two_ranks.run(of_memory_that_is_not_zero, case, style, options()))
 
@@ -83,7 +83,7 @@ def test_no_memory_is_read_that_nobody_wrote(two_ranks, style):
 @pytest.mark.slow
 def test_tokens_may_choose_more_experts_than_a_rank_has(two_ranks):
     """One expert a rank, two rows a token: every rank gets a row of every token, and no more."""
-    case = one_case(GroupedExperts, (5, 5), num_experts=2, routing=Routing.SKEWED)
+    case = one_case(GroupedExperts, (5, 5), num_experts=2, routing=RoutingPattern.SKEWED)
     check(two_ranks.run(differing, case, GroupedExperts, options()))
 
 

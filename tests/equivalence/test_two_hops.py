@@ -7,7 +7,7 @@ import torch
 
 from moe_compile.ops.wire_format import row_bytes as message_bytes
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.strategies import Routing
+from moe_compile.testing.strategies import RoutingPattern
 from tests.dispatch_layers import (
     Around,
     InOrder,
@@ -43,7 +43,12 @@ def check(results):
 def a_case(style, *tokens, **changes):
     """Return a case of two experts a rank; three rows a token."""
     known = style if style in (GroupedExperts, LoopExperts, SegmentStarts) else GroupedExperts
-    more = {"num_experts": 2 * len(tokens[0]), "top_k": 3, "routing": Routing.BALANCED, **changes}
+    more = {
+        "num_experts": 2 * len(tokens[0]),
+        "top_k": 3,
+        "routing": RoutingPattern.BALANCED,
+        **changes,
+    }
     return one_case(known, *tokens, **more)
 
 
@@ -66,7 +71,7 @@ def test_no_bit_changes_whatever_the_style(two_nodes, style):
 EMPTY = (6, 0, 11, 3)
 
 
-@pytest.mark.parametrize("routing", slow_but([Routing.FIRST_RANK], list(Routing)))
+@pytest.mark.parametrize("routing", slow_but([RoutingPattern.FIRST_RANK], list(RoutingPattern)))
 def test_ranks_without_tokens_and_without_rows(two_nodes, routing):
     """Experts of rank 0 take everything: three ranks have no row, and one node has none."""
     case = a_case(GroupedExperts, EMPTY, top_k=2, routing=routing)
@@ -92,7 +97,7 @@ def test_ranks_that_send_the_rows_of_one_half_of_their_tokens(two_nodes, style):
 
 def forced(case, style, experts):
     """Return the layer with `experts` chosen by every token."""
-    layer = build(dataclasses.replace(case, routing=Routing.BALANCED), style)
+    layer = build(dataclasses.replace(case, routing=RoutingPattern.BALANCED), style)
     with torch.no_grad():
         for place, expert in enumerate(experts):
             layer.router[:, expert] = 4.0 + len(experts) - place

@@ -84,7 +84,7 @@ GROUPS: Final = (
             "moe_compile/graph/aliases.py",
             "moe_compile/graph/memory.py",
             "moe_compile/regions/rewrites.py",
-            "moe_compile/regions/surroundings.py",
+            "moe_compile/regions/rewrite_effects.py",
             "moe_compile/regions/new_order.py",
             "moe_compile/regions/implied_assertions.py",
             "moe_compile/regions/detect_moe.py",

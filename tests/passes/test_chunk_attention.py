@@ -10,7 +10,7 @@ from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import is_launch
 from moe_compile.journal.reasons import Reason
-from moe_compile.plan.chunk_numbers import Bound
+from moe_compile.plan.chunk_numbers import NumericalChange
 from moe_compile.report.explain import print_report
 from moe_compile.report.process_report import ProcessReport
 from tests.attention_layers import (
@@ -71,7 +71,7 @@ def test_where_groups_may_round_they_are_asked_for_by_number(
     _, compilation = compiled(style, fake_ranks, **options)
     (found,) = compilation.attention
     assert (found.num_chunks, found.verdict) == (groups, verdict)
-    assert (Bound.HEADS.value in found.remarks) == (groups > 1)
+    assert (NumericalChange.HEADS.value in found.remarks) == (groups > 1)
 
 
 @pytest.mark.parametrize(("heads", "batch"), slow_but([(4, 1), (4, 2)], [(4, 1), (8, 1), (4, 2)]))
@@ -84,7 +84,7 @@ def test_a_head_is_alone_in_a_batch_of_one_only_where_a_number_asks_for_it(
     _, compilation = compiled(SplitAttention, fake_ranks, 4, batch=batch, **options)
     (found,) = compilation.attention
     alone = (heads, batch) == (4, 1)
-    assert (Bound.HEADS.value in found.remarks) == (alone and asked == 2)
+    assert (NumericalChange.HEADS.value in found.remarks) == (alone and asked == 2)
     if alone and asked == "auto":
         assert found.num_chunks == 1
 

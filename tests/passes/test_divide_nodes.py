@@ -31,7 +31,7 @@ from moe_compile.ops.two_hops import TOKENS_RECEIVED
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.runtime.node_groups import node_groups_of
-from passes.kinds.by_counts.hopping import against_routing
+from passes.kinds.by_counts.two_hops import against_routing
 from passes.pipeline import DYNAMO, run_level
 from tests.capture import carried_out, dynamo_graphs, state
 from tests.dispatch_layers import (

@@ -8,7 +8,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.plan.state import CompileState
 from moe_compile.testing.programs.choices import Wrapping
 from moe_compile.testing.programs.grammar import Experts, Program, Rewrite
-from moe_compile.testing.programs.judge import Judge, Kind
+from moe_compile.testing.programs.judge import Judge, Outcome
 from moe_compile.testing.programs.text import source_of
 from passes.sizes_from_splits import SizesFromSplits
 
@@ -59,4 +59,4 @@ def test_recomputed_exchanges_are_in_one_order_on_a_rank_without_tokens_too():
     )  # fmt: skip
     with Judge() as judge:
         judgement = judge.judge(source_of(program))
-    assert judgement.kind is Kind.SAME and judgement.is_chunked, judgement
+    assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement

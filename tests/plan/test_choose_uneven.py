@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.uneven_price import EDGES, Routing, Uneven, choose_uneven, uneven_us
+from moe_compile.plan.uneven_price import EDGES, RoutingSkew, Uneven, choose_uneven, uneven_us
 from moe_compile.report.region_reports import decision_figures, decision_remarks
 from tests.plan.test_choose_plan import UNIT, region
 
-SKEWED = Routing(skew=0.7, rows_per_token=2)
+SKEWED = RoutingSkew(skew=0.7, rows_per_token=2)
 
 
 def decide(work, routing=SKEWED, numbers=(2,), edges=EDGES, rates=UNIT):
@@ -38,8 +38,8 @@ def test_edges_by_load_that_gain_less_than_one_percent_are_no_candidate():
 def test_the_number_of_chunks_is_priced_with_the_skew_too():
     """Two chunks hide links where all is even; where one expert has most rows, nothing does."""
     work = dataclasses.replace(region(row_bytes=4e3), num_parts=2)
-    even = decide(work, Routing(skew=0.0, rows_per_token=1), (1, 2))
-    hot = decide(work, Routing(skew=9.0, rows_per_token=1), (1, 2))
+    even = decide(work, RoutingSkew(skew=0.0, rows_per_token=1), (1, 2))
+    hot = decide(work, RoutingSkew(skew=9.0, rows_per_token=1), (1, 2))
     assert (even.chosen.candidate.num_chunks, hot.chosen.candidate.num_chunks) == (2, 1)
 
 
@@ -88,7 +88,7 @@ WORKS = st.builds(
 def test_edges_by_load_are_never_chosen_where_they_are_predicted_to_be_slower(
     work, skew, top_k, latency_us
 ):
-    routing = Routing(skew=skew, rows_per_token=top_k)
+    routing = RoutingSkew(skew=skew, rows_per_token=top_k)
     rates = dataclasses.replace(UNIT, link_latency_us=latency_us)
     decision = decide(work, routing, (1, 2), rates=rates)
     chosen = decision.chosen.candidate

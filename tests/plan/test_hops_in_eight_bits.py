@@ -26,7 +26,7 @@ from moe_compile.plan.region_tasks import goes_in_hops, tasks_of
 from moe_compile.regions.token_rows import find_token_rows
 from moe_compile.runtime.node_groups import node_groups_of, register_node_groups
 from passes.detect_regions import DetectRegions
-from passes.kinds.by_counts.hopping import hop_forms, hopping_of
+from passes.kinds.by_counts.two_hops import hop_forms, hopping_of
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import InOrder
 from tests.layers import GroupedExperts

@@ -13,7 +13,7 @@ from moe_compile.hardware import load_profile
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.region_tasks import fastest, price_us
 from moe_compile.plan.uneven_price import (
-    Routing,
+    RoutingSkew,
     agreeing_us,
     all_ranks_us,
     drawn_rows,
@@ -93,7 +93,7 @@ def test_ranks_alike_take_as_long_as_one():
 
 
 def test_even_routing_takes_what_the_price_of_one_rank_says():
-    work, even = region(), Routing(skew=0.0, rows_per_token=2)
+    work, even = region(), RoutingSkew(skew=0.0, rows_per_token=2)
     for num in (1, 2, 4):
         candidate = Candidate(num_chunks=num)
         alone = price_us(work, candidate, UNIT)
@@ -120,7 +120,7 @@ def test_ranges_of_as_many_rows_are_faster_where_the_halves_are_not():
 
 
 def test_all_ranks_have_one_draw():
-    routing = Routing(skew=0.7, rows_per_token=2)
+    routing = RoutingSkew(skew=0.7, rows_per_token=2)
     first = drawn_rows(routing, 4, 8)
     drawn_rows.cache_clear()
     assert drawn_rows(routing, 4, 8) == first

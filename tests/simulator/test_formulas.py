@@ -14,7 +14,13 @@ from moe_compile.hardware.cluster import Fit, load_cluster
 from moe_compile.simulator.kernels import Kernels
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.layer_tasks import bound_us, time_layer
-from moe_compile.simulator.method import Attention, Crossing, Experts, Method, Overlap
+from moe_compile.simulator.method import (
+    AttentionSharding,
+    Crossing,
+    ExpertSharding,
+    Method,
+    Overlap,
+)
 from moe_compile.simulator.models import MODELS, TABLE_2, find_model
 from moe_compile.simulator.scenario import count_memory, make_setting, predict, schedules
 from moe_compile.simulator.step import predict_step
@@ -28,7 +34,7 @@ PURE = dataclasses.replace(H800, nvlink=PURE_LINK)
 PURE_FAST = dataclasses.replace(
     PURE, nvlink=dataclasses.replace(PURE_LINK, gb_per_s=100.0, contention=0.0)
 )
-TENSOR = Method(attention=Attention.HEADS, experts=Experts.SLICES)
+TENSOR = Method(attention=AttentionSharding.HEADS, experts=ExpertSharding.SLICES)
 
 
 def costs(model="352b", method=None, profile=H800, tokens=8192, fit=None):
@@ -72,7 +78,7 @@ def test_gathering_rows_wins_above_top_k_6_of_8_ranks():
 
 def test_a_token_goes_to_as_many_nodes_as_drawing_experts_evenly_hits():
     deepseek = find_model("deepseek-v3")
-    far = Method(attention=Attention.WHOLE, ranks=1, expert_ranks=64)
+    far = Method(attention=AttentionSharding.WHOLE, ranks=1, expert_ranks=64)
     assert far.remote_nodes(deepseek, H800) == pytest.approx(4 * 7 / 8)
     free = dataclasses.replace(deepseek, max_nodes=0)
     missed = math.comb(256 - 32, 8) / math.comb(256, 8)
@@ -83,7 +89,7 @@ def test_a_token_goes_to_as_many_nodes_as_drawing_experts_evenly_hits():
 def test_a_plain_all_to_all_sends_a_row_once_per_expert_and_not_once_per_node():
     """56 of 63 other ranks are on other nodes; once per node it is 3.5 rows of a token for 7."""
     profile = dataclasses.replace(H800, network=dataclasses.replace(H800.network, latency_us=0.0))
-    far = Method(attention=Attention.WHOLE, ranks=1, expert_ranks=64)
+    far = Method(attention=AttentionSharding.WHOLE, ranks=1, expert_ranks=64)
     flat = dataclasses.replace(far, crossing=Crossing.FLAT)
     by_node, by_expert = (
         costs("deepseek-v3", method, profile).dispatch_us() for method in (far, flat)
@@ -188,7 +194,7 @@ def between_nodes(overlap, overlap_slowdown):
     """Return a layer whose exchanges take longer than all else, compute no slower beside them."""
     slow = {"gb_per_s": 5.0, "contention": 0.0, "overlap_slowdown": overlap_slowdown}
     profile = dataclasses.replace(H800, network=dataclasses.replace(H800.network, **slow))
-    method = Method(overlap=overlap, attention=Attention.WHOLE, ranks=1, expert_ranks=64)
+    method = Method(overlap=overlap, attention=AttentionSharding.WHOLE, ranks=1, expert_ranks=64)
     return costs("deepseek-v3", method, profile)
 
 

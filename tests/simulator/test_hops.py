@@ -12,7 +12,7 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.hardware.cluster import Fit, load_cluster
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.layer_tasks import bound_us, time_layer
-from moe_compile.simulator.method import HOPS, Attention, Crossing, Method, Overlap
+from moe_compile.simulator.method import HOPS, AttentionSharding, Crossing, Method, Overlap
 from moe_compile.simulator.models import find_model
 from moe_compile.simulator.scenario import make_setting, predict, schedules
 from tests.simulator.test_formulas import FITS
@@ -21,7 +21,7 @@ H100 = load_cluster("h100")
 MODEL = find_model("deepseek-v3")
 TOKENS = 4096
 ROW = MODEL.width * 2
-FAR = Method(attention=Attention.WHOLE, ranks=1, expert_ranks=64)
+FAR = Method(attention=AttentionSharding.WHOLE, ranks=1, expert_ranks=64)
 
 
 def pure(**network):
@@ -132,7 +132,7 @@ def test_slices_take_one_product_and_chunks_one_each():
 
 
 def test_attention_divided_inside_the_node_is_on_the_stream_of_its_link():
-    method = dataclasses.replace(far(Crossing.EXACT), attention=Attention.SEQUENCE, ranks=8)
+    method = dataclasses.replace(far(Crossing.EXACT), attention=AttentionSharding.SEQUENCE, ranks=8)
     spans = [s for p in time_layer(costs(method)).phases for s in p.spans]
     near = {s.stream for s in spans if s.name.startswith(("qkv: in", "qkv: out"))}
     assert near == {NODE_LINK}

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from moe_compile.simulator.layer_tasks import bound_us, time_layer
-from moe_compile.simulator.method import Attention, Method, Overlap
+from moe_compile.simulator.method import AttentionSharding, Method, Overlap
 from moe_compile.simulator.parts_table import find_part_shares, limit_us
 from moe_compile.simulator.scenario import make_setting
 
@@ -13,7 +13,12 @@ CLUSTERS = ("h100", "h800")
 
 
 def costs(model="qwen3-30b", contention=None, **changes):
-    changes = {"attention": Attention.WHOLE, "ranks": 1, "overlap": Overlap.INTER_OP, **changes}
+    changes = {
+        "attention": AttentionSharding.WHOLE,
+        "ranks": 1,
+        "overlap": Overlap.INTER_OP,
+        **changes,
+    }
     found = make_setting(model, "h100", changes=changes).costs
     if contention is None:
         return found
@@ -54,5 +59,7 @@ def test_the_limit_of_work_that_gains_nothing_beside_collectives_is_one_after_an
     found = costs(contention=3.0)
     near = dataclasses.replace(found.profile.nvlink, overlap_slowdown=3.0)
     slow = dataclasses.replace(found, profile=dataclasses.replace(found.profile, nvlink=near))
-    sequential = dataclasses.replace(slow, method=Method(attention=Attention.WHOLE, ranks=1))
+    sequential = dataclasses.replace(
+        slow, method=Method(attention=AttentionSharding.WHOLE, ranks=1)
+    )
     assert limit_us(slow) == pytest.approx(time_layer(sequential).total_us)

@@ -46,7 +46,7 @@ from moe_compile.graph.query import (
     tensor_of,
 )
 from moe_compile.hardware.collectives import spread_of
-from moe_compile.plan.chunk_numbers import Bound
+from moe_compile.plan.chunk_numbers import NumericalChange
 from moe_compile.plan.state import CompileState
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import predicted_measures
@@ -145,7 +145,7 @@ def _described(compilation: Compilation, state: CompileState) -> str:
     applied = {line.partition(": ")[0] for line in compilation.rewrites if ": applied" in line}
     parts = [f"{state.num_parts} parts of the batch"] * (SplitBatch.name in applied)
     for region in compilation.regions:
-        of_tokens = " of tokens" * (Bound.BY_TOKENS.value in region.remarks)
+        of_tokens = " of tokens" * (NumericalChange.BY_TOKENS.value in region.remarks)
         parts.append(f"{region.num_chunks} chunk" + "s" * (region.num_chunks > 1) + of_tokens)
         parts += [f"edges by {region.chunk_edges}"] * (region.chunk_edges != "even")
         parts += [region.dispatch.replace("_", "-")] * (region.dispatch != "all_to_all")

@@ -50,7 +50,7 @@ from moe_compile.testing.programs.grammar import (
     changed,
     with_choice,
 )
-from moe_compile.testing.programs.judge import Judge, Judgement, Kind
+from moe_compile.testing.programs.judge import Judge, Judgement, Outcome
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.text import source_of
 from moe_compile.testing.programs.wanted import asked_programs, wanted_programs
@@ -192,7 +192,7 @@ class Campaign:
         self._seed = seed
         self._limits = limits
         self._covered = covered
-        self._known: list[tuple[Kind, frozenset[str]]] = []
+        self._known: list[tuple[Outcome, frozenset[str]]] = []
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Yield what became of every program, as plain data."""
@@ -233,14 +233,14 @@ class Campaign:
 
     def _shown(self, judge: Judge, program: Program, judgement: Judgement, number: int) -> str:
         """Return the plainest program that fails so, "" where one like it was shown before."""
-        if judgement.kind is Kind.INVALID:
+        if judgement.kind is Outcome.INVALID:
             self._keep(source_of(program), judgement, number)
         if not judgement.failed:
             return ""
         kind, own = judgement.kind, features(program)
         if any(kind is k and plain <= own for k, plain in self._known):
             return ""
-        trials = self._limits.trials if kind is not Kind.HANG else self._limits.trials // 8
+        trials = self._limits.trials if kind is not Outcome.HANG else self._limits.trials // 8
         fails = _same_failure(judge, kind)
         plainest = simplest(program, fails, trials=trials)
         self._known.append((kind, features(plainest)))
@@ -291,5 +291,5 @@ def _draw(seed: int, rewrite: str, layers: str) -> list[Program]:
     return drawn[1:]
 
 
-def _same_failure(judge: Judge, kind: Kind) -> Any:
+def _same_failure(judge: Judge, kind: Outcome) -> Any:
     return lambda program: judge.judge(source_of(program)).kind is kind

@@ -44,7 +44,7 @@ from moe_compile.testing.programs.grammar import (
     Rewrite,
     ends_smaller,
 )
-from moe_compile.testing.programs.judge import FAILURES, Kind
+from moe_compile.testing.programs.judge import FAILURES, Outcome
 
 
 def features(program: Program) -> frozenset[str]:
@@ -126,7 +126,7 @@ class Coverage:
         self.kinds[line["kind"]] += 1
         self.cpu_s += line["cpu_s"]
         self.num_second += line["second"]
-        if line["kind"] == Kind.INVALID.value:
+        if line["kind"] == Outcome.INVALID.value:
             return
         self.num_rewritten += line["rewritten"]
         self.num_may_differ += line["may_differ"]
@@ -147,7 +147,7 @@ class Coverage:
     @property
     def num_valid(self) -> int:
         """Programs that say something about megamoe."""
-        return self.kinds.total() - self.kinds[Kind.INVALID.value]
+        return self.kinds.total() - self.kinds[Outcome.INVALID.value]
 
     @property
     def num_failed(self) -> int:
@@ -156,7 +156,7 @@ class Coverage:
 
     def progress(self) -> str:
         """Return one line on how far it is."""
-        invalid = self.kinds[Kind.INVALID.value]
+        invalid = self.kinds[Outcome.INVALID.value]
         each = self.cpu_s / max(1, self.kinds.total())
         return (
             f"{self.num_rewritten} rewritten, {self.num_failed} failed, {invalid} invalid, "
@@ -165,7 +165,7 @@ class Coverage:
 
     def summary(self, seconds: float) -> str:
         """Return the result in a few lines."""
-        kinds = ", ".join(f"{self.kinds[kind.value]} {kind.value}" for kind in Kind)
+        kinds = ", ".join(f"{self.kinds[kind.value]} {kind.value}" for kind in Outcome)
         share = self.num_rewritten / max(1, self.num_valid)
         return (
             f"{self.num_valid} distinct programs in {seconds / 60:.0f} min ({kinds}); "

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from moe_compile.testing.programs.grammar import NUM_RANKS
-from moe_compile.testing.programs.run import IN_PIECES, SUMMED_BY_TORCH, Findings, run
+from moe_compile.testing.programs.run import IN_PIECES, SUMMED_BY_TORCH, RankFindings, run
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
 RENEWAL: Final = 300
@@ -54,7 +54,7 @@ BROKEN_LINK: Final = re.compile(r"pair closure|Connection (closed|reset) by peer
 """How gloo says that a message did not come."""
 
 
-class Kind(enum.Enum):
+class Outcome(enum.Enum):
     """What became of a program."""
 
     SAME = "same"
@@ -66,14 +66,14 @@ class Kind(enum.Enum):
     INVALID = "invalid"
 
 
-FAILURES: Final = frozenset({Kind.WRONG, Kind.CRASH, Kind.HANG, Kind.DROPPED})
+FAILURES: Final = frozenset({Outcome.WRONG, Outcome.CRASH, Outcome.HANG, Outcome.DROPPED})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
     """What became of one program, and how."""
 
-    kind: Kind
+    kind: Outcome
     detail: str = ""
     is_chunked: bool = False
     """Whether a region ran in chunks, or with gathered tokens where the program asks for that."""
@@ -113,7 +113,7 @@ class Judge:
         """Run a program's text on all its ranks and say what became of it."""
         judgement = self._judge(text)
         has_died = bool(DIED.search(judgement.detail))
-        if judgement.kind is Kind.HANG or BROKEN_LINK.search(judgement.detail) or has_died:
+        if judgement.kind is Outcome.HANG or BROKEN_LINK.search(judgement.detail) or has_died:
             for _ in range(AFTER_DEATH if has_died else 1):
                 self._end_all()
                 judgement = replace(self._judge(text), is_second=True)
@@ -125,7 +125,7 @@ class Judge:
         try:
             found = self._run(text, "megamoe")
         except RankFailure as failure:
-            kind = Kind.HANG if "did not answer" in str(failure) else Kind.CRASH
+            kind = Outcome.HANG if "did not answer" in str(failure) else Outcome.CRASH
             return self._unless_torch_fails(text, Judgement(kind=kind, detail=str(failure)))
         judgement = judgement_of(found)
         return self._unless_torch_fails(text, judgement) if judgement.failed else judgement
@@ -133,24 +133,24 @@ class Judge:
     def _unless_torch_fails(self, text: str, judgement: Judgement) -> Judgement:
         """Return `judgement`, or what it is where AOTAutograd alone fares as megamoe does."""
         kind = judgement.kind
-        if kind is Kind.DROPPED:
+        if kind is Outcome.DROPPED:
             return judgement
         try:
-            if kind is Kind.WRONG:
+            if kind is Outcome.WRONG:
                 return self._beside_torch(text, judgement)
             fails = self._torch_fails(text)
-            if not fails and kind is Kind.CRASH:
+            if not fails and kind is Outcome.CRASH:
                 self._end_all()
                 fails = self._torch_fails(text)
         except RankFailure:
-            fails = kind is not Kind.WRONG
+            fails = kind is not Outcome.WRONG
         detail = f"AOTAutograd alone too: {judgement.detail}"
-        return Judgement(kind=Kind.INVALID, detail=detail) if fails else judgement
+        return Judgement(kind=Outcome.INVALID, detail=detail) if fails else judgement
 
     def _torch_fails(self, text: str) -> bool:
         """Whether AOTAutograd alone raises an error; what was compiled before may matter."""
         plain = judgement_of(self._run(text, "aot_eager"))
-        return plain.kind in (Kind.CRASH, Kind.INVALID)
+        return plain.kind in (Outcome.CRASH, Outcome.INVALID)
 
     def _beside_torch(self, text: str, judgement: Judgement) -> Judgement:
         """Return what a wrong program is where AOTAutograd, not eager, says what is right.
@@ -160,16 +160,16 @@ class Judge:
         """
         for reference in ("aot_eager", SUMMED_BY_TORCH, IN_PIECES):
             plain = judgement_of(self._run(text, "megamoe", reference=reference))
-            if plain.kind is Kind.SAME:
-                return replace(plain, kind=Kind.AS_TORCH)
-            if plain.kind is Kind.DROPPED:
+            if plain.kind is Outcome.SAME:
+                return replace(plain, kind=Outcome.AS_TORCH)
+            if plain.kind is Outcome.DROPPED:
                 return plain
-            if reference == "aot_eager" and plain.kind is not Kind.INVALID:
+            if reference == "aot_eager" and plain.kind is not Outcome.INVALID:
                 break
             self._end_all()
         return judgement
 
-    def _run(self, text: str, backend: str, reference: str = "eager") -> list[Findings]:
+    def _run(self, text: str, backend: str, reference: str = "eager") -> list[RankFindings]:
         num_processes = _num_processes(text)
         pool = self._pool_of(num_processes)
         try:
@@ -179,7 +179,7 @@ class Judge:
             raise
         if None in found:
             self._end(num_processes)
-        return [findings or Findings() for findings in found]
+        return [findings or RankFindings() for findings in found]
 
     def _pool_of(self, num_processes: int) -> RankPool:
         """Return a pool of so many processes, started anew after some number of programs."""
@@ -200,7 +200,7 @@ class Judge:
             self._pools.pop(num_processes).__exit__(None, None, None)
 
 
-def _is_no_program(found: Findings) -> bool:
+def _is_no_program(found: RankFindings) -> bool:
     """Whether eager torch cannot run the program: others may wait for this rank in vain."""
     return bool(found.eager_error) and not found.raises
 
@@ -229,10 +229,10 @@ def _started(num_processes: int, timeout_s: float) -> RankPool:
     raise TimeoutError(f"{num_processes} processes did not start, tried {STARTS} times")
 
 
-def judgement_of(found: list[Findings]) -> Judgement:
+def judgement_of(found: list[RankFindings]) -> Judgement:
     """Return what the findings of all ranks come to."""
 
-    def judged(kind: Kind, said: list[str]) -> Judgement:
+    def judged(kind: Outcome, said: list[str]) -> Judgement:
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
         return Judgement(
             kind=kind,
@@ -247,17 +247,17 @@ def judgement_of(found: list[Findings]) -> Judgement:
     compiled = [f.compiled_error for f in found]
     if any(eager):
         if not all(f.raises for f in found):
-            return judged(Kind.INVALID, eager)
+            return judged(Outcome.INVALID, eager)
         if all(compiled):
-            return judged(Kind.SAME, [])
-        return judged(Kind.WRONG, [f"nothing is raised, eagerly {e}" for e in eager])
+            return judged(Outcome.SAME, [])
+        return judged(Outcome.WRONG, [f"nothing is raised, eagerly {e}" for e in eager])
     if any(compiled):
-        return judged(Kind.CRASH, compiled)
+        return judged(Outcome.CRASH, compiled)
     if any(f.differences for f in found):
-        return judged(Kind.WRONG, ["\n  ".join(f.differences) for f in found])
+        return judged(Outcome.WRONG, ["\n  ".join(f.differences) for f in found])
     if any(f.dropped for f in found):
-        return judged(Kind.DROPPED, ["\n  ".join(f.dropped) for f in found])
-    return judged(Kind.SAME, [])
+        return judged(Outcome.DROPPED, ["\n  ".join(f.dropped) for f in found])
+    return judged(Outcome.SAME, [])
 
 
 def print_judgement(path: str) -> None:

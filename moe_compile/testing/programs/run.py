@@ -105,7 +105,7 @@ SUMMED_BY_HOST: Final = re.compile(
 
 
 @dataclass(kw_only=True, slots=True)
-class Findings:
+class RankFindings:
     """What one rank found."""
 
     raises: bool = False
@@ -133,7 +133,7 @@ def load(text: str) -> ModuleType:
     return module
 
 
-def run(rank: int, text: str, backend: str = "megamoe", reference: str = "eager") -> Findings:
+def run(rank: int, text: str, backend: str = "megamoe", reference: str = "eager") -> RankFindings:
     """Run the program on this rank by `reference` and by `backend`.
 
     A reference is "eager", a backend's name, `IN_PIECES` or `SUMMED_BY_TORCH`; the findings call
@@ -144,7 +144,7 @@ def run(rank: int, text: str, backend: str = "megamoe", reference: str = "eager"
         return _compare(rank, text, backend, reference)
 
 
-def _compare(rank: int, text: str, backend: str, reference: str) -> Findings:
+def _compare(rank: int, text: str, backend: str, reference: str) -> RankFindings:
     module = load(text)
     captured = getattr(module, "UNKNOWN_LENGTHS", False)  # none in programs of earlier versions
     place = rank_device()  # of tensors that the program makes: none is asked for on a processor
@@ -157,11 +157,11 @@ def _compare(rank: int, text: str, backend: str, reference: str) -> Findings:
 
 def _compare_module(
     rank: int, module: ModuleType, text: str, backend: str, reference: str
-) -> Findings:
+) -> RankFindings:
     torch._dynamo.reset()
     began, known = time.process_time(), len(REPORT.compilations)
     start_ranks(module)
-    found = Findings(raises=module.RAISES)
+    found = RankFindings(raises=module.RAISES)
     expected, found.eager_error = steps(module, rank, reference)
     if found.eager_error and not (module.MIRRORED or module.RAISES):
         return found  # other ranks may still wait for this one in their eager step
@@ -218,7 +218,7 @@ def _table_of(module: ModuleType) -> TableLayout:
     return TableLayout(num_experts=module.LOCAL, num_slices=asked)
 
 
-def _note(found: Findings, compilation: Compilation, module: ModuleType) -> None:
+def _note(found: RankFindings, compilation: Compilation, module: ModuleType) -> None:
     """Note what became of a graph: in parts, or in two hops, where that is asked."""
     verdicts = [r.verdict for r in compilation.regions]
     verdicts += [a.verdict for a in compilation.attention]

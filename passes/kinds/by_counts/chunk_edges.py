@@ -29,7 +29,7 @@ from moe_compile.plan.chunk_numbers import ONE_CHUNK, plan_num_chunks
 from moe_compile.plan.decide import named_wire, room_bytes
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.plan.state import CompileState
-from moe_compile.plan.uneven_price import EDGES, Routing, Uneven, choose_uneven
+from moe_compile.plan.uneven_price import EDGES, RoutingSkew, Uneven, choose_uneven
 from moe_compile.regions.regions import RowProof
 from passes.kinds.by_counts.draft import Draft
 
@@ -52,7 +52,7 @@ def decide_edges(draft: Draft, state: CompileState, layer: TracedNodes) -> None:
 
 def _decide(draft: Draft, state: CompileState, layer: TracedNodes) -> Decision | None:
     """Decide on a flat exchange by a price of uneven routing, where there is one."""
-    is_flat = draft.gathered is None and draft.divided is None
+    is_flat = draft.gathered is None and draft.two_hops is None
     if not is_flat or isinstance(draft.proof, Left) or draft.by_tokens:
         return None
     exchange = FlatExchange(
@@ -84,7 +84,7 @@ def _why_even(draft: Draft) -> Left | None:
     """Return what stands against edges by load."""
     if draft.gathered is not None:
         return Left(Reason.GATHERED, "no chunk has experts of its own")
-    if draft.divided is not None:
+    if draft.two_hops is not None:
         return Left(Reason.TWO_HOPS)
     if isinstance(draft.proof, Left):
         return Left(Reason.NOT_PROVEN)
@@ -140,7 +140,7 @@ def decide_uneven(
         return None
     asked = EDGES if config.chunk_edges == "auto" else (config.chunk_edges,)
     uneven = Uneven(
-        routing=Routing(skew=config.routing_skew, rows_per_token=exchange.rows_per_token),
+        routing=RoutingSkew(skew=config.routing_skew, rows_per_token=exchange.rows_per_token),
         exchanged=_exchanged(exchange.decision, config, work),
         numbers=numbers,
         edges=asked if exchange.may_follow_loads else EDGES[:1],

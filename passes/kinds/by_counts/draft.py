@@ -13,8 +13,8 @@ from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding, node_rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, RowProof
-from moe_compile.regions.rewrites import Surroundings
-from moe_compile.regions.token_regions import DividedForm, GatheredForm
+from moe_compile.regions.rewrites import Effects
+from moe_compile.regions.token_regions import GatheredForm, TwoHopForm
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,8 +27,8 @@ class Draft:
     """Of `dispatch` and `combine` those whose rows must keep their number format, and why."""
     gathered: GatheredForm | None = None
     not_gathered: Left | None = None
-    divided: DividedForm | None = None
-    not_divided: Left | None = None
+    two_hops: TwoHopForm | None = None
+    not_in_two_hops: Left | None = None
     num_chunks: int = 1
     by_tokens: bool = False
     """Whether chunks are of tokens, in place of experts."""
@@ -43,7 +43,7 @@ class Draft:
     not_priced: str = ""
     costs: DispatchCosts | None = None
     hop_prices: HopPrices | None = None
-    around: Surroundings | None = None
+    around: Effects | None = None
 
     @property
     def region(self) -> MoERegion:
@@ -53,23 +53,23 @@ class Draft:
     @property
     def is_rewritten(self) -> bool:
         """Whether the region gets another form."""
-        return self.gathered is not None or self.divided is not None or self.num_chunks > 1
+        return self.gathered is not None or self.two_hops is not None or self.num_chunks > 1
 
     @property
     def nodes(self) -> str:
         """Whether and how rows come in two hops, as the option names it."""
-        if self.divided is None:
+        if self.two_hops is None:
             return "off"
-        return "rounded" if self.divided.rounds else "exact"
+        return "rounded" if self.two_hops.rounds else "exact"
 
     @property
     def node_rounding(self) -> NodeRounding | None:
         """How sums round that are made on the nodes; None where none are."""
-        if self.divided is None or not self.divided.rounds:
+        if self.two_hops is None or not self.two_hops.rounds:
             return None
-        of = {"results": self.divided.combine_wire != "same"}
-        of["gradients"] = self.divided.dispatch_wire == "fp8"
-        return node_rounding_of(self.divided.found, tuple(name for name in of if of[name]))
+        of = {"results": self.two_hops.combine_wire != "same"}
+        of["gradients"] = self.two_hops.dispatch_wire == "fp8"
+        return node_rounding_of(self.two_hops.found, tuple(name for name in of if of[name]))
 
     def refuse(self, why: Left) -> None:
         """Leave the region whole."""
@@ -79,5 +79,5 @@ class Draft:
             self.by_load, self.even_edges = False, left
         if self.gathered is not None:
             self.gathered, self.not_gathered = None, left
-        if self.divided is not None:
-            self.divided, self.not_divided = None, left
+        if self.two_hops is not None:
+            self.two_hops, self.not_in_two_hops = None, left

@@ -52,9 +52,9 @@ from moe_compile.plan.plan import ExpertsPlan
 from moe_compile.plan.planned import PlannedExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.regions import MoERegion, RowProof
-from moe_compile.regions.rewrites import Aftermath, Rewrite
-from moe_compile.regions.surroundings import examine_surroundings
-from moe_compile.regions.token_regions import DividedForm, GatheredForm, TokenRows
+from moe_compile.regions.rewrite_effects import find_effects
+from moe_compile.regions.rewrites import Aftermath, Replacement
+from moe_compile.regions.token_regions import GatheredForm, TokenRows, TwoHopForm
 from moe_compile.regions.token_rows import find_token_rows
 from passes.kinds.by_counts.chunk_edges import decide_edges
 from passes.kinds.by_counts.draft import Draft
@@ -65,13 +65,13 @@ from passes.kinds.by_counts.gathering import (
     gathering,
     may_be_priced,
 )
-from passes.kinds.by_counts.hopping import (
+from passes.kinds.by_counts.two_hops import (
     Forms,
     chosen_form,
-    dividing,
     hop_forms,
     hopping_of,
     plan_hop_parts,
+    replacement_by_two_hops,
     shape_of_hops,
 )
 from passes.kinds.by_counts.whole_experts import find_mixing
@@ -99,7 +99,7 @@ def plan_experts(
     for draft in drafts:
         _decide_dispatch(draft, regions, state, layers.around(draft.region))
     for draft in drafts:
-        if draft.divided is not None:
+        if draft.two_hops is not None:
             parts = plan_hop_parts(draft.found, state.config, draft.decision)
             draft.num_chunks, draft.num_slices, draft.not_chunked = parts
         elif draft.gathered is None and isinstance(draft.proof, RowProof):
@@ -137,7 +137,7 @@ def _decide_dispatch(
         _decide_hops(draft, forms, hopping, state, layer)
         return
     crossing = Left(Reason.GATHERED, "each token crosses to every rank")
-    draft.not_divided = crossing if config.nodes != "off" else Left(Reason.NOT_ASKED)
+    draft.not_in_two_hops = crossing if config.nodes != "off" else Left(Reason.NOT_ASKED)
     slices, draft.not_chunked = plan_token_slices(config, form.found, draft.decision)
     draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
 
@@ -186,8 +186,8 @@ def _decide_hops(
     if hopping is not None and is_open:
         draft.decision = _decided(draft, state, layer, hopping=hopping)
     form = chosen_form(state.config, forms, draft.decision)
-    draft.divided = form if isinstance(form, DividedForm) else None
-    draft.not_divided = form if isinstance(form, Left) else None
+    draft.two_hops = form if isinstance(form, TwoHopForm) else None
+    draft.not_in_two_hops = form if isinstance(form, Left) else None
     if (shape := shape_of_hops(forms)) is not None:
         draft.hop_prices = price_hops(draft.region, draft.proof, shape, state.hardware, layer)
 
@@ -226,7 +226,7 @@ def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> Non
 def _examine_together(drafts: Sequence[Draft]) -> Aftermath:
     """Refuse what cannot be rewritten beside the others; note what stays around the rest."""
     chosen = [draft for draft in drafts if draft.is_rewritten]
-    after = examine_surroundings([_rewrite(draft, drafts) for draft in chosen])
+    after = find_effects([_rewrite(draft, drafts) for draft in chosen])
     for draft in chosen:
         around = after.around[draft.region.name]
         if isinstance(around, Left):
@@ -236,14 +236,14 @@ def _examine_together(drafts: Sequence[Draft]) -> Aftermath:
     return after
 
 
-def _rewrite(draft: Draft, drafts: Iterable[Draft]) -> Rewrite:
+def _rewrite(draft: Draft, drafts: Iterable[Draft]) -> Replacement:
     assert isinstance(draft.proof, RowProof)
     if draft.gathered is not None:
         regions = [other.region for other in drafts]
         return gathering(draft.region, draft.proof, regions, draft.gathered.found)
-    if draft.divided is not None:
-        return dividing(draft.divided, draft.proof, _sliced(draft))
-    return Rewrite(
+    if draft.two_hops is not None:
+        return replacement_by_two_hops(draft.two_hops, draft.proof, _sliced(draft))
+    return Replacement(
         region=draft.region,
         proof=draft.proof,
         replaced=draft.region.result,
@@ -262,15 +262,15 @@ def _sliced(draft: Draft) -> tuple[fx.Node, ...]:
 
 def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
     gathered, (wires, not_packed) = draft.gathered, plan_wires(draft, config)
-    if draft.divided is not None:
+    if draft.two_hops is not None:
         dispatch, combine = wires["dispatch"], wires["combine"]
-        draft.divided = replace(draft.divided, dispatch_wire=dispatch, combine_wire=combine)
+        draft.two_hops = replace(draft.two_hops, dispatch_wire=dispatch, combine_wire=combine)
     return PlannedExperts(
         found=draft.found,
         plan=_plan(draft, wires),
         proof=draft.proof,
         gathered=gathered,
-        divided=draft.divided,
+        two_hops=draft.two_hops,
         around=draft.around if draft.is_rewritten else None,
         left={**_left(draft, config), **not_packed},
         decision=draft.decision,
@@ -296,8 +296,8 @@ def _plan(draft: Draft, wires: Mapping[str, str]) -> ExpertsPlan:
         num_tokens=known_rows(found.tokens) if found is not None else 0,
         rows_per_token=(found.mean_rows_per_token or 0) if found is not None else 0,
         nodes=draft.nodes,
-        num_nodes=1 if draft.divided is None else draft.divided.nodes.num_nodes,
-        hop_slices=1 if draft.divided is None else draft.num_slices,
+        num_nodes=1 if draft.two_hops is None else draft.two_hops.nodes.num_nodes,
+        hop_slices=1 if draft.two_hops is None else draft.num_slices,
         dispatch_wire=wires["dispatch"],
         combine_wire=wires["combine"],
         unproven=draft.proof.reason.name if isinstance(draft.proof, Left) else "",
@@ -308,7 +308,7 @@ def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
     """Return what of the options is not done to a region's chunks and dispatch, and why."""
     why: dict[str, Left | None] = {
         "dispatch": draft.not_gathered,
-        "nodes": draft.not_divided,
+        "nodes": draft.not_in_two_hops,
         "chunk_edges": draft.even_edges,
     }
     if isinstance(draft.proof, Left):
@@ -320,7 +320,7 @@ def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
 
 def check_chunks(draft: Draft) -> None:
     """Refuse a region of which a chunk would go without its exchanges in the backward pass."""
-    is_flat = draft.gathered is None and draft.divided is None
+    is_flat = draft.gathered is None and draft.two_hops is None
     if isinstance(draft.proof, Left) or draft.num_chunks == 1 or not is_flat:
         return
     region, proof, by_tokens = draft.region, draft.proof, draft.by_tokens

@@ -29,8 +29,8 @@ from moe_compile.plan.dispatch_rules import DispatchCosts, quantises_rows, round
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.body_needs import needs_of_body
 from moe_compile.regions.regions import MoERegion, RowProof
-from moe_compile.regions.rewrites import Rewrite
-from moe_compile.regions.surroundings import examine_surroundings
+from moe_compile.regions.rewrite_effects import find_effects
+from moe_compile.regions.rewrites import Replacement
 from moe_compile.regions.token_regions import GatheredForm, TokenRows
 from passes.replay.gathered import emit_gathered
 
@@ -57,7 +57,7 @@ def gathered_form(
         return Left(Reason.ROWS_MAY_DIFFER)
     if not config.equal_tokens:
         return Left(Reason.TOKENS_MAY_DIFFER)
-    after = examine_surroundings([gathering(experts.region, experts.proof, regions, found)])
+    after = find_effects([gathering(experts.region, experts.proof, regions, found)])
     around = after.around[experts.region.name]
     if isinstance(around, Left):
         return Left(Reason.NOT_PROVEN, around.reason.value)
@@ -95,13 +95,13 @@ def may_be_priced(config: MegaMoEConfig, costs: DispatchCosts | None) -> bool:
 
 def gathering(
     region: MoERegion, proof: RowProof, regions: Iterable[MoERegion], found: TokenRows
-) -> Rewrite:
+) -> Replacement:
     """Say what gathered tokens take the place of: from the gather of the rows to their sums.
 
     Host reads that another region has too stay where they are: it may be rewritten as well.
     """
     elsewhere = (other for other in regions if other is not region)
-    return Rewrite(
+    return Replacement(
         region=region,
         proof=proof,
         replaced=found.sums.total,
@@ -189,9 +189,9 @@ def _carried(value: Any, twins: Mapping[Any, Any]) -> Any:
     return copy.deepcopy(value, {id(one): twin for one, twin in twins.items()})
 
 
-def _apply(form: GatheredForm, rewrite: Rewrite) -> frozenset[fx.Node]:
+def _apply(form: GatheredForm, rewrite: Replacement) -> frozenset[fx.Node]:
     """Rewrite the region; return what tells every rank what all ranks route where."""
-    after = examine_surroundings([rewrite])
+    after = find_effects([rewrite])
     around = after.around[form.region.name]
     assert not isinstance(around, Left)  # as `gathered_form` has asked
     gathered = emit_gathered(form, around, rank=0)  # the same on every rank: ranks decide alike

@@ -32,10 +32,10 @@ from moe_compile.report.region_reports import RegionReport
 from passes.kinds.by_counts.experts import plan_experts
 from passes.kinds.by_counts.words import region_report
 from passes.kinds.contract import Emitted, Finds, RegionKind
-from passes.replay.divided import emit_divided
 from passes.replay.gathered import emit_gathered
-from passes.replay.hops import Cut
+from passes.replay.hops import HopSplit
 from passes.replay.masked_replay import chunk_bounds, emit_chunks
+from passes.replay.two_hops import emit_two_hops
 
 
 class ByCounts(RegionKind[PlannedExperts]):
@@ -124,9 +124,9 @@ def _form(one: PlannedExperts) -> _Form:
         gathered = emit_gathered(one.gathered, around, _rank_in(region.group))
         instead = {**gathered.instead, one.gathered.found.sums.total: gathered.result}
         return _Form(gathered.gathers, gathered.reduces, instead)
-    if one.divided is not None:
-        divided = emit_divided(one.divided, proof, _cut(one), around)
-        return _Form(divided.hops, divided.combines, divided.instead)
+    if one.two_hops is not None:
+        two_hops = emit_two_hops(one.two_hops, proof, _cut(one), around)
+        return _Form(two_hops.hops, two_hops.combines, two_hops.instead)
     num, by_tokens = one.plan.num_chunks, one.plan.by_tokens
     rank = _rank_in(region.group) if one.plan.by_load else None
     for sort in proof.reordered:
@@ -135,13 +135,13 @@ def _form(one: PlannedExperts) -> _Form:
     return _Form(chunks.dispatches, chunks.combines, chunks.instead)
 
 
-def _cut(one: PlannedExperts) -> Cut:
+def _cut(one: PlannedExperts) -> HopSplit:
     """Return the parts in which rows go in two hops: chunks of experts, slices of tokens."""
     local, num = one.found.region.num_local_experts, one.plan.num_chunks
     if one.plan.by_tokens:
-        return Cut((0, local), slices=num)
+        return HopSplit((0, local), slices=num)
     edges = (0, *(chunk.stop for chunk in chunk_bounds(local, num)))
-    return Cut(edges, slices=one.plan.hop_slices)
+    return HopSplit(edges, slices=one.plan.hop_slices)
 
 
 def _rank_in(group: str) -> int:

@@ -62,7 +62,7 @@ def _why_not(draft: Draft, name: str) -> Left | None:
     if draft.gathered is not None:
         return Left(Reason.SUMS_TRAVEL)
     why = draft.never_packed.get(name)
-    if why is NO_PASS and draft.divided is None:
+    if why is NO_PASS and draft.two_hops is None:
         return None  # a plan says so until it is taken in that no pass does it
     return why
 

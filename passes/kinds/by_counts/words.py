@@ -15,7 +15,7 @@ from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES, changes_for
 from moe_compile.ops.wire_format import BLOCK
-from moe_compile.plan.chunk_numbers import Bound, last_bits_remark
+from moe_compile.plan.chunk_numbers import NumericalChange, last_bits_remark
 from moe_compile.plan.dispatch_rules import (
     EXACT_ADDENDS,
     MEASURED_SHARE,
@@ -45,7 +45,9 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     region, plan = one.found.region, one.plan
     left, chunks = dict(one.left), one.left.get("chunks")
     remarks = [chunks.why] if chunks and isinstance(one.proof, RowProof) else []
-    remarks += [Bound.BY_TOKENS.value] if plan.by_tokens and not plan.is_divided else []
+    remarks += (
+        [NumericalChange.BY_TOKENS.value] if plan.by_tokens and not plan.is_in_two_hops else []
+    )
     remarks += [BY_LOAD] if plan.by_load else edges_remarks(left)
     remarks += decision_remarks(one.decision)
     remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
@@ -92,7 +94,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
 def _verdict(one: PlannedExperts) -> str:
     if one.plan.gathers:
         return ALL_GATHERED
-    if one.plan.is_divided:
+    if one.plan.is_in_two_hops:
         return IN_TWO_HOPS
     if one.plan.is_chunked:
         return CHUNKED
@@ -137,7 +139,7 @@ def dispatch_remarks(one: PlannedExperts, asked: str) -> list[str]:
 def node_remarks(one: PlannedExperts) -> list[str]:
     """Return what to say of the two hops of one region, or of why it has none."""
     prices = _prices(one.hop_prices) if one.hop_prices is not None else []
-    if not one.plan.is_divided:
+    if not one.plan.is_in_two_hops:
         left = one.left.get("nodes")
         if left is None or left.reason is Reason.NOT_ASKED:
             return prices
@@ -163,7 +165,7 @@ def node_remarks(one: PlannedExperts) -> list[str]:
 
 def _messages(one: PlannedExperts) -> list[str]:
     """Return what rows of eight bits are in two hops, beside those of the flat exchange."""
-    form, plan = one.divided, one.plan
+    form, plan = one.two_hops, one.plan
     if form is None or plan.dispatch_wire == plan.combine_wire == "same":
         return []
     said = "in eight bits a row is packed once, and handed on inside the node as it came"

@@ -48,13 +48,13 @@ from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.ops.row_sums import SUM_OF_PLACES, wide_type
 from moe_compile.ops.two_hops import PLACES_OF, ROWS_RECEIVED, SUMMED_AT_HOME, TOKENS_RECEIVED
 from moe_compile.regions.regions import MoERegion, RowProof
-from moe_compile.regions.rewrites import Surroundings
-from moe_compile.regions.token_regions import DividedForm
+from moe_compile.regions.rewrites import Effects
+from moe_compile.regions.token_regions import TwoHopForm
 from passes.replay.chunk_axis import ChunkAxis, slice_to_chunk, split_by_experts, split_weights
 from passes.replay.chunk_reads import ChunkReads, read_chunks
 from passes.replay.hops import (
-    Cut,
     Hops,
+    HopSplit,
     RowWire,
     Sizes,
     Table,
@@ -91,9 +91,9 @@ class Divided:
 class _Arrived:
     """What there is once tokens have come."""
 
-    form: DividedForm
+    form: TwoHopForm
     proof: RowProof
-    cut: Cut
+    cut: HopSplit
     table: Table
     reads: ChunkReads
     hops: Hops
@@ -105,7 +105,7 @@ class _Arrived:
     """Those that the model has before its dispatch."""
 
 
-def emit_divided(form: DividedForm, proof: RowProof, cut: Cut, around: Surroundings) -> Divided:
+def emit_two_hops(form: TwoHopForm, proof: RowProof, cut: HopSplit, around: Effects) -> Divided:
     """Emit the region in its new form; the old one is for the caller to take out.
 
     `around` says where the host reads, and which host reads of the region others need.
@@ -136,12 +136,12 @@ def emit_divided(form: DividedForm, proof: RowProof, cut: Cut, around: Surroundi
     early = {factor: factor for factor in _factors(form, form.found.before)}
     factors = exchange.send(emit, early)
     arrived = _Arrived(form, proof, cut, table, reads, hops, replays, axis, exchange, factors)
-    divided = _summed_on_nodes(emit, arrived) if form.rounds else _summed_as_written(emit, arrived)
+    two_hops = _summed_on_nodes(emit, arrived) if form.rounds else _summed_as_written(emit, arrived)
     served = {node: whole.env[node] for node in around.served}
-    return Divided(instead | served | divided.instead, divided.hops, divided.combines)
+    return Divided(instead | served | two_hops.instead, two_hops.hops, two_hops.combines)
 
 
-def _first_place(region: MoERegion, around: Surroundings) -> fx.Node:
+def _first_place(region: MoERegion, around: Effects) -> fx.Node:
     """Return where what the host reads is there, and all that the model sends.
 
     Hops without gradients may be launched there: before the host reads for what follows.
@@ -208,7 +208,7 @@ def _summed_on_nodes(emit: Emitter, arrived: _Arrived) -> Divided:
     return Divided(instead, hops.launches, launches)
 
 
-def _factors(form: DividedForm, readers: Iterable[fx.Node]) -> list[fx.Node]:
+def _factors(form: TwoHopForm, readers: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the factors of rows that `readers` read."""
     read = {i for node in readers for i in node.all_input_nodes}
     return [factor for factor in form.found.factors if factor in read]
@@ -295,7 +295,7 @@ class WayHome:
 
 
 def emit_way_home(
-    emit: Emitter, form: DividedForm, table: Table, hops: Hops, num_rows: list[fx.Node]
+    emit: Emitter, form: TwoHopForm, table: Table, hops: Hops, num_rows: list[fx.Node]
 ) -> WayHome:
     """Emit the integers of the way home."""
     region, nodes, k = form.region, form.nodes, form.found.rows_per_token
@@ -313,7 +313,7 @@ def emit_way_home(
 
 
 def emit_sums(
-    emit: Emitter, form: DividedForm, rows: list[fx.Node], home: WayHome, hops: Hops
+    emit: Emitter, form: TwoHopForm, rows: list[fx.Node], home: WayHome, hops: Hops
 ) -> tuple[tuple[fx.Node, ...], fx.Node]:
     """Emit the sums per token of `rows`, of each chunk, added to what the model adds them to.
 
@@ -357,8 +357,8 @@ Factors: TypeAlias = list[dict[fx.Node, fx.Node]]
 class FactorExchange:
     """The way of a region's factors."""
 
-    form: DividedForm
-    cut: Cut
+    form: TwoHopForm
+    cut: HopSplit
     table: Table
     received: list[fx.Node]
     """Rows of each chunk."""

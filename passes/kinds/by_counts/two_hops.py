@@ -27,9 +27,9 @@ from moe_compile.plan.decide import Hopping
 from moe_compile.plan.node_rounding import node_rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, RowProof
-from moe_compile.regions.rewrites import Rewrite
-from moe_compile.regions.surroundings import examine_surroundings
-from moe_compile.regions.token_regions import DividedForm, TokenRows
+from moe_compile.regions.rewrite_effects import find_effects
+from moe_compile.regions.rewrites import Replacement
+from moe_compile.regions.token_regions import TokenRows, TwoHopForm
 from moe_compile.runtime.node_groups import node_groups_of
 from passes.kinds.by_counts.gathering import why_rounded
 from passes.kinds.by_counts.whole_experts import find_mixing
@@ -42,12 +42,12 @@ ONE_NODE: Final = Left(
 )
 
 
-def divided_form(
+def two_hop_form(
     experts: FoundExperts,
     found: TokenRows | Left,
     *,
     rounds: bool,
-) -> DividedForm | Left:
+) -> TwoHopForm | Left:
     """Return how a region would be dispatched in two hops, or why it cannot be.
 
     With `rounds` its sums per token are made on the nodes.
@@ -65,7 +65,7 @@ def divided_form(
     if (reason := against_routing(found, rounds=rounds)) is not None:
         return Left(reason)
     assert found.chosen is not None
-    form = DividedForm(
+    form = TwoHopForm(
         region=region,
         found=found,
         chosen=found.chosen,
@@ -73,13 +73,15 @@ def divided_form(
         nodes=nodes,
         rounds=rounds,
     )
-    around = examine_surroundings([dividing(form, proof)]).around[region.name]
+    around = find_effects([replacement_by_two_hops(form, proof)]).around[region.name]
     if isinstance(around, Left):
         return Left(Reason.NOT_PROVEN, around.reason.value)
     return form
 
 
-def dividing(form: DividedForm, proof: RowProof, sliced: tuple[fx.Node, ...] = ()) -> Rewrite:
+def replacement_by_two_hops(
+    form: TwoHopForm, proof: RowProof, sliced: tuple[fx.Node, ...] = ()
+) -> Replacement:
     """Say what two hops take the place of: the region's body, and its exchange of counts.
 
     Where sums are made on the nodes, all from the gather of the rows to their sums. `sliced` are
@@ -87,7 +89,7 @@ def dividing(form: DividedForm, proof: RowProof, sliced: tuple[fx.Node, ...] = (
     """
     region, found, replaces_counts = form.region, form.found, form.told[-1:]
     if form.rounds:
-        return Rewrite(
+        return Replacement(
             region=region,
             proof=proof,
             replaced=found.sums.total,
@@ -99,7 +101,7 @@ def dividing(form: DividedForm, proof: RowProof, sliced: tuple[fx.Node, ...] = (
             counts_first=True,
             sliced=sliced,
         )
-    return Rewrite(
+    return Replacement(
         region=region,
         proof=proof,
         replaced=region.result,
@@ -147,7 +149,7 @@ def _rounds_weights(found: TokenRows) -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
-Forms: TypeAlias = Mapping[str, DividedForm | Left]
+Forms: TypeAlias = Mapping[str, TwoHopForm | Left]
 """Value of the option -> how the region would be sent by it, or why it cannot be."""
 TRIED: Final = {
     "off": (),
@@ -164,14 +166,14 @@ def hop_forms(
 ) -> Forms:
     """Return the forms that the option may come to."""
     return {
-        nodes: divided_form(experts, found, rounds=nodes == "rounded")
+        nodes: two_hop_form(experts, found, rounds=nodes == "rounded")
         for nodes in TRIED[config.nodes]
     }
 
 
 def shape_of_hops(forms: Forms) -> HopShape | None:
     """Return what goes which way; None where no form can be, or a row has no known size."""
-    form = next((f for f in forms.values() if isinstance(f, DividedForm)), None)
+    form = next((f for f in forms.values() if isinstance(f, TwoHopForm)), None)
     rows = None if form is None else tensor_of(form.region.rows)
     if form is None or rows is None or type(width := rows.shape[1]) is not int:
         return None
@@ -192,24 +194,24 @@ def hopping_of(forms: Forms) -> Hopping | None:
     if shape is None:
         return None
     rounded = forms.get("rounded")
-    form = next(form for form in forms.values() if isinstance(form, DividedForm))
+    form = next(form for form in forms.values() if isinstance(form, TwoHopForm))
     return Hopping(
         shape=shape,
         weighted=form.found.weighted,
-        can_be_exact=isinstance(forms.get("exact"), DividedForm),
-        rounding=node_rounding_of(rounded.found) if isinstance(rounded, DividedForm) else None,
+        can_be_exact=isinstance(forms.get("exact"), TwoHopForm),
+        rounding=node_rounding_of(rounded.found) if isinstance(rounded, TwoHopForm) else None,
     )
 
 
 def chosen_form(
     config: MegaMoEConfig, forms: Forms, decision: Decision | None
-) -> DividedForm | Left:
+) -> TwoHopForm | Left:
     """Return the form that a region gets, or why it keeps its all-to-all."""
     if config.nodes == "off":
         return Left(Reason.NOT_ASKED)
     if config.nodes != "auto":
         return forms[config.nodes]
-    if not any(isinstance(form, DividedForm) for form in forms.values()):
+    if not any(isinstance(form, TwoHopForm) for form in forms.values()):
         return forms["exact"]
     if decision is None:
         return Left(Reason.NO_PRICE)

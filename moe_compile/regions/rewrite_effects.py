@@ -1,7 +1,7 @@
 """What the graph around regions still reads of them once they are rewritten, and what dies.
 
 Contract
-    Rewrites with a `Surroundings` may be applied together: no node that stays can observe that
+    Rewrites with a `Effects` may be applied together: no node that stays can observe that
     their regions ran later, and every host integer that the graph outside needs is still read: by
     the region's one read where all its readers stand behind that, else where it was.
     Assertions stay, but for those that the dispatch's own demands imply.
@@ -32,15 +32,15 @@ from moe_compile.regions.implied_assertions import is_implied
 from moe_compile.regions.new_order import find_overtaken, order_of_gradients
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.replayable import memory_of
-from moe_compile.regions.rewrites import Aftermath, Rewrite, Surroundings
+from moe_compile.regions.rewrites import Aftermath, Effects, Replacement
 
 
-def examine_surroundings(rewrites: Sequence[Rewrite]) -> Aftermath:
+def find_effects(rewrites: Sequence[Replacement]) -> Aftermath:
     """Return what becomes of the graph by these rewrites of its regions."""
     if not rewrites:
         return Aftermath(around={}, dead=())
     legality = rewrites[0].region.facts.legality
-    found: dict[str, Surroundings | Left] = {}
+    found: dict[str, Effects | Left] = {}
     for rewrite in rewrites:
         if (refused := _check_motion(rewrite, legality)) is not None:
             found[rewrite.region.name] = refused
@@ -55,7 +55,7 @@ def examine_surroundings(rewrites: Sequence[Rewrite]) -> Aftermath:
     return Aftermath(around=found, dead=tuple(together.dead()))
 
 
-def _check_motion(rewrite: Rewrite, legality: Legality) -> Left | None:
+def _check_motion(rewrite: Replacement, legality: Legality) -> Left | None:
     """Refuse a region that computes otherwise, or tells otherwise, where it would run."""
     region = rewrite.region
     body = [n for n in (*region.body, *rewrite.before) if n is not region.result]
@@ -87,7 +87,7 @@ def _check_motion(rewrite: Rewrite, legality: Legality) -> Left | None:
 class _Together:
     """Rewrites that are applied at once: what they leave alive."""
 
-    def __init__(self, rewrites: Sequence[Rewrite], legality: Legality) -> None:
+    def __init__(self, rewrites: Sequence[Replacement], legality: Legality) -> None:
         self._rewrites, self._legality = rewrites, legality
         self._dependence = legality.dependence
         self._replaced = {node for rewrite in rewrites for node in rewrite.made_anew}
@@ -102,7 +102,7 @@ class _Together:
         self._sizes_by_region = {r.region.name: self._sizes_of(r) for r in rewrites}
         self._sizes = {k: v for sizes in self._sizes_by_region.values() for k, v in sizes.items()}
 
-    def _sizes_of(self, rewrite: Rewrite) -> dict[fx.Node, fx.Node]:
+    def _sizes_of(self, rewrite: Replacement) -> dict[fx.Node, fx.Node]:
         """Return sizes of rows asked for outside, each with an earlier host integer equal to it."""
         facts, place = rewrite.proof.facts, self._dependence.position
         if facts is None:
@@ -153,7 +153,7 @@ class _Together:
                 found[rewrite.region.name] = Left(Reason.ESCAPES, detail)
         return found
 
-    def read_hosts(self) -> dict[str, Surroundings]:
+    def read_hosts(self) -> dict[str, Effects]:
         """Say for each region which host reads its one read serves; a read is served once."""
         dead = set(self.dead())
         found = {}
@@ -166,7 +166,7 @@ class _Together:
             may_serve = [n for n in alive if n in bulk and n not in rewrite.not_served]
             served, moved = self._servable(may_serve, read_at, dead)
             self._served += served
-            found[region.name] = Surroundings(
+            found[region.name] = Effects(
                 read_at=read_at,
                 bulk=bulk,
                 served=tuple(served),
