@@ -223,6 +223,7 @@ def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport |
         LOG.debug("%s", reason if known else traceback.format_exc())
         return Dropped(p.name, Reason.FAILED, reason)
     finally:
+        state.facts = facts  # as regions have them; the pass may have looked at a copy meanwhile
         if facts.has_any and not before.holds(graph):
             facts.forget()
     return report

@@ -105,21 +105,21 @@ def follow(tracker: Tracker, node: fx.Node) -> None:
     if maker_of(node) is not None:
         tracker.start(node)  # what it is given says its sizes, its type and its device
         return
-    may_write = bool(written_arguments(node)) and writes_own(node)
+    is_written = bool(written_arguments(node))
+    if is_written and not writes_own(node):
+        raise Lost(f"{operator_at(node)} writes in place")
     sources = tracker.operands(node)
     if (sharded := sharded_rule(node)) is not None or is_flex_attention(node):
         sources = [one for one in sources if tensor_of(one) is not None]  # no mesh, no code
         _by(sharded or flex_attention, tracker, node, sources)
     elif is_taken(node):
-        if written_arguments(node) and not may_write:
-            raise Lost(f"{operator_at(node)} writes in place")
         _by(taken, tracker, node, sources)
     elif is_higher_order(node):
         raise Lost(f"{operator_at(node)} calls a function, which is not followed")
     elif (loss := loss_arguments(node)) is not None and loss["reduction"] != "none":
         _follow_loss(tracker, node, loss)
     else:
-        tracker.follow(node, may_write=may_write)
+        tracker.follow(node, may_write=is_written)
 
 
 Rule = Callable[[Tracker, fx.Node], Dims]
@@ -134,8 +134,9 @@ def _by(rule: Rule, tracker: Tracker, node: fx.Node, sources: Sequence[fx.Node])
 
 def _follow_loss(tracker: Tracker, node: fx.Node, loss: dict[str, Any]) -> None:
     """Note the terms that a loss adds up, or averages."""
-    apart = {**loss, "reduction": "none"}
-    made, flow = tracker.made_by(node, tracker.operands(node), apart)
+    apart, sources = {**loss, "reduction": "none"}, tracker.operands(node)
+    tracker.begin(node, sources)
+    made, flow = tracker.made_by(node, sources, apart)
     tracker.terms[node] = flow.dims(made)
     flow.close(tracker.terms[node])
     tracker.put(node, [])

@@ -86,13 +86,14 @@ class CompileState:
     nominal_sizes: dict[str, int] = field(default_factory=dict)
     """Symbol -> nominal value; filled on the forward graph, read on the backward graph."""
 
-    _facts: GraphFacts | None = None
+    facts: GraphFacts | None = None
+    """Of the graph that a pass last looked at."""
 
     def facts_of(self, graph: fx.Graph) -> GraphFacts:
-        """Return what is known of the graph at hand, the same to all passes until one edits it."""
-        if self._facts is None or self._facts.graph is not graph:
-            self._facts = GraphFacts(graph)
-        return self._facts
+        """Return what is known of the graph at hand, or of a copy that a pass looks at."""
+        if self.facts is None or self.facts.graph is not graph:
+            self.facts = GraphFacts(graph)
+        return self.facts
 
     def begin_graph(self, name: str, *, is_recomputed: bool = False) -> None:
         """Forget the Dynamo graph before; `name` is that of the next."""

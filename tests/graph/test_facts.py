@@ -62,6 +62,22 @@ def test_after_an_edit_all_facts_are_new(edit):
     assert all(new is not old for new, old in zip(after.seen, before.seen, strict=True))
 
 
+class LooksAtACopy(Looks):
+    """Looks at another graph first, as a rewrite does that is priced on a copy."""
+
+    def run(self, graph, state):
+        state.facts_of(torch.fx.Graph())
+        return super().run(graph, state)
+
+
+def test_a_pass_that_looked_at_a_copy_leaves_no_fact_of_before():
+    (gm,) = dynamo_graphs(lambda x: (x + 1) * (x - 1), torch.ones(4))
+    first, before, after = Looks(), LooksAtACopy(add), Looks()
+    ours = state()
+    run_level(Level((first, before, after)), gm.graph, ours)
+    assert after.seen[0] is not before.seen[0] is not first.seen[0]
+
+
 def test_passes_share_what_is_known_of_a_graph_that_none_edits():
     (gm,) = dynamo_graphs(lambda x: x + 1, torch.ones(4))
     first, second = Looks(), Looks()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -13,7 +14,7 @@ from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import choose_plan, extra_bytes
 from moe_compile.plan.decide import Hopping, experts_rule, wires_tried
 from moe_compile.plan.node_rounding import NodeRounding
-from moe_compile.plan.region_tasks import price_us
+from moe_compile.plan.region_tasks import price_us, tasks_of
 from tests.plan.test_choose_plan import region
 
 ROW = 1000.0
@@ -302,6 +303,14 @@ def test_the_form_that_is_asked_for_is_the_only_one_and_its_parts_go_by_price():
     assert chosen(rates(network=4.0), nodes="rounded", chunks="auto").nodes == "rounded"
     one = chosen(rates(network=0.5), nodes="exact", chunks="auto", numerics="lossy")
     assert one.nodes == "exact" and one.num_chunks > 1
+
+
+def test_each_hop_is_in_its_parts_and_masks_go_with_each_slice():
+    way = Candidate(nodes="exact", num_chunks=4, hop_slices=2)
+    forward, _ = tasks_of(in_hops(num_parts=4), way, rates())
+    counted = Counter(" ".join(task.name.split()[:2]) for task in forward)
+    counted = {name: counted[name] for name in ("masks", "rows 1", "hop 1", "rows 2", "hop 2")}
+    assert counted == {"masks": 2, "rows 1": 1, "hop 1": 2, "rows 2": 2, "hop 2": 8}
 
 
 def test_hop_2_of_a_slice_goes_while_hop_1_of_the_next_does():

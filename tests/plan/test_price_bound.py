@@ -27,7 +27,7 @@ RATES = Rates(
     contention=0.2,
     overlap_slowdown=0.4,
     compute=load_profile("h100").compute,
-    large_product_rate=1.07,
+    large_product_rate=2.0,
 )
 PRODUCTS = st.builds(
     Product,
@@ -106,3 +106,13 @@ def test_where_all_that_is_not_bound_is_hidden_it_is_the_price():
     (whole, *_) = list_candidates(work, ("experts",))
     calm = dataclasses.replace(RATES, contention=0.0, overlap_slowdown=0.0, op_overhead_us=0.0)
     assert least_us(work, whole, calm) == pytest.approx(price_us(work, whole, calm))
+
+
+def test_a_product_in_chunks_is_bound_by_the_rate_of_a_large_one():
+    product = Product(groups=8, rows=2048, columns=768, reduction=4096, ragged="rows")
+    experts = Work(name="experts", product=product, operations=product.operations, is_chunked=True)
+    work = RegionWork(forward=(experts,), num_ranks=2, num_parts=8, row_bytes=0.0)
+    (whole, *_) = list_candidates(work, ("experts",))
+    share = RATES.compute.share_of(product)
+    calm = dataclasses.replace(RATES, op_overhead_us=0.0)
+    assert least_us(work, whole, calm) == pytest.approx(price_us(work, whole, calm) * share)
