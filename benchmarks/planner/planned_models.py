@@ -22,6 +22,9 @@ from torch.distributed._functional_collectives import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moe_compile.config import MegaMoEConfig
+from moe_compile.hardware import load_profile
+from moe_compile.plan.state import CompileState
 from moe_compile.simulator.models import MODELS, TABLE_2, ModelShape
 from passes.normalize_exchanges import NormalizeExchanges
 from torchtitan_integration.dry_run.world import fused_attention
@@ -147,5 +150,6 @@ def capture(layer: nn.Module, x: torch.Tensor) -> fx.Graph:
     with scalars, contextlib.suppress(CapturedError):
         torch.compile(layer, backend=keep, fullgraph=True)(x)
     graph = captured[0].graph
-    NormalizeExchanges().run(graph, None)  # type: ignore[arg-type]
+    state = CompileState(config=MegaMoEConfig(), hardware=load_profile("cpu"))
+    NormalizeExchanges().run(graph, state)
     return graph

@@ -74,7 +74,7 @@ def test_the_option_of_the_page_is_known_wherever_options_are_written(config_wit
 def test_the_pass_does_nothing_where_its_option_is_off(
     fake_ranks, monkeypatch, config_with_the_option
 ):
-    begin = PASS.index("        dependence = ")
+    begin = PASS.index("        facts = ")
     names = names_of(PASS[:begin] + READ + PASS[begin:], fake_ranks, monkeypatch)
     asked = config_with_the_option.MegaMoEConfig
     names["MegaMoEConfig"] = asked

@@ -177,8 +177,8 @@ DEFECTS: Final = (
         (
             Change(
                 PROOF,
-                "written_tensors(step.func, step.args, step.kwargs), call",
-                "written_tensors(step.func, step.args, step.kwargs)[:1], call",
+                "self.parts.written(step.written, call",
+                "self.parts.written(step.written[:1], call",
             ),
         ),
     ),
