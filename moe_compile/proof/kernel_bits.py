@@ -6,8 +6,8 @@ Contract
     Nothing is refused for it, unless the model in use refuses: tests have a stricter one.
     The answer is "" where a model knows of no bit that changes.
 
-    The default model has a simple rule. On a CPU last bits may differ where a row of the result does
-    not fill two vectors, which many kernels take at once, or where several threads share the rows;
+    The default model has a simple rule. On a CPU last bits may differ where a row's result does not
+    fill two vectors, which many kernels take at once, or where several threads share the rows;
     for heads and experts with a capacity, on every CPU. The rule may name rows that round alike.
     On other devices every row is taken to be computed by the same code.
 """

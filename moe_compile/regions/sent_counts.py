@@ -41,7 +41,7 @@ def counted_by(forms: list[fx.Node], exchange: fx.Node) -> fx.Node:
 
 
 def fillers_of_counts(exchange: fx.Node, dependence: Dependence) -> set[fx.Node]:
-    """Return the nodes that wrote the counts in place before they were read: `scatter_add_`, say."""
+    """Return the nodes that wrote the counts in place before they were read: `scatter_add_`."""
     forms = forms_of_counts(exchange)
     end, memory = dependence.position[counted_by(forms, exchange)], storages(forms[-1])
     return {
