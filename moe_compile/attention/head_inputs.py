@@ -4,10 +4,10 @@ Contract
     Gradients of inputs are those of the whole region, bit for bit, or the region is refused;
     where groups may round differently anyway, so may gradients of inputs that no exchange brings.
 
-    The gradient of a cut input is a concatenation of the gradients of groups. Where the region
-    reads it several times, a group adds up its own terms before anything else is added to them.
-    Attention gives gradients a memory layout of its own, which shows in the last bits of sums over
-    them; an exchange gives the same layout to those of the whole and of groups.
+The gradient of a cut input is a concatenation of the gradients of groups. Where the region
+reads it several times, a group adds up its own terms before anything else is added to them.
+Attention gives gradients a memory layout of its own, which shows in the last bits of sums over
+them; an exchange gives the same layout to those of the whole and of groups.
 """
 
 from __future__ import annotations

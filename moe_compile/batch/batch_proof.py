@@ -270,7 +270,7 @@ class _Proof:
                 raise Left(Reason.BATCH_MIXED, operator_at(node))
 
     def _has_batch(self, node: fx.Node) -> bool:
-        """Whether one dimension of `node` has the index of the batch; raises if more have it."""
+        """Whether one dimension of `node` has the index of the batch; raises in any other form."""
         if node not in self.tracker:
             return False
         if self.batch in self.tracker.picks(node):

@@ -5,10 +5,10 @@ Contract
     all of whose indices an element depends on are noted in `Tracker.closed`. A write in place is
     followed where the graph made the memory.
 
-    In FlexAttention sequences and heads are apart; positions and features are closed. Its code is
-    given the numbers of sequence, head and positions, and may read tensors. In a part of the batch
-    the first sequence has number 0 again. So the code may use the number of the sequence only to
-    index tensors, which are cut as the batch is.
+In FlexAttention sequences and heads are apart; positions and features are closed. Its code is
+given the numbers of sequence, head and positions, and may read tensors. In a part of the batch
+the first sequence has number 0 again. So the code may use the number of the sequence only to
+index tensors, which are cut as the batch is.
 """
 
 from __future__ import annotations

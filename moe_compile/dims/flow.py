@@ -113,7 +113,7 @@ class Flow:
         self.notes.closed += [(self.node, dim) for dim in dims]
 
     def write(self, written: Followed) -> None:
-        """Close factors of what is written through a view that other tensors of its memory lack."""
+        """Close factors of a tensor written through a view that others of its memory lack."""
         memory = storages_of(written.tensor)
         for other in [*self._known.values()]:
             if other is not written and storages_of(other.tensor) & memory:

@@ -1,8 +1,8 @@
 """Classes of tensors of a post-grad graph that share memory when it runs.
 
 Contract
-    Two tensors are of one class when their fake values share storage, or when one is what a wait
-    returns for the other: the tracer gives the result of a wait a storage of its own, the run
+    Two tensors are of one class when their fake values share storage, or when a wait returns one
+    for the other: the tracer gives the result of a wait a storage of its own, the run
     does not.
 """
 

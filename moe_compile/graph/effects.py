@@ -218,7 +218,7 @@ def _is_noticed(node: fx.Node, implied: Container[fx.Node]) -> bool:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """Whether torch was told that the operator has an effect: its calls stay, and in order."""
+    """Whether torch has the operator registered with an effect: its calls stay, in order."""
     target: Any = node.target
     if is_higher_order(node):
         return is_opaque(node) or registers_hook(node) or has_effects(target)

@@ -14,8 +14,8 @@ Contract
     gradients when it is next used (`grad_fn` in torch/csrc/autograd/variable.cpp): while one lives,
     no order is known. A view among the outputs has its own place or, as AOTAutograd makes it anew
     from its base, that of the output: the check must hold for both.
-    A term's memory layout matters too: it must lie in memory row by row.
 
+A term's memory layout matters too: it must lie in memory row by row.
 Adding two numbers commutes, yet `a + b` lies in memory as `a` does where the two differ
 (`reorder_dimensions` of aten/src/ATen/TensorIterator.cpp), and sums over a tensor round by how it
 lies. So two terms may change places only where both lie alike.

@@ -158,7 +158,7 @@ class _Hazards:
                 self.readers.setdefault(storage, []).append(node)
 
     def _touched(self, node: fx.Node) -> frozenset[int]:
-        """Return the storages the node uses; a wait still uses what its launch sends."""
+        """Return the storages the node uses; a wait still uses the tensors its launch sends."""
         launch = awaited(node) if is_wait(node) else None
         sent = () if launch is None else launch.all_input_nodes
         return self.classes.of(*node.all_input_nodes, *sent)

@@ -171,7 +171,7 @@ def is_leaf(tensor: torch.Tensor) -> bool:
 def is_tangent(node: fx.Node) -> bool:
     """Whether the node of AOTAutograd's graph is an input that brings a gradient of a result.
 
-    It is told by its name, as torch's own partitioner tells it.
+    It is recognised by its name, as torch's own partitioner does it.
     """
     return node.op == "placeholder" and node.name.startswith("tangents")
 

@@ -1,7 +1,7 @@
 """Run the part of a region that is computed from counts on real counts, on the CPU.
 
 Contract
-    Only what the wanted integers need is run; rows are not needed, and not there.
+    Only steps that the wanted integers need are run; rows are not needed, and not there.
     A step that needs values from outside the region raises Unevaluable.
     Neither the user's tensors nor any random state is touched.
 
@@ -9,7 +9,7 @@ Pseudo-code
     needed = steps that make or write the memory of the wanted tensors, found backwards
     per counts: run the needed steps in order; the host's reads give the sizes of later ones
 
-Run a Triton kernel of a graph on tensors of the CPU, by Triton's own interpreter.
+Triton kernels of a graph run on tensors of the CPU, by Triton's own interpreter.
 A kernel that the interpreter cannot run is run on the first CUDA device; without one
 RuntimeError is raised. Tensors written are written on the CPU.
 """

@@ -6,10 +6,10 @@ Contract
     Nothing is refused for it, unless the model in use refuses: tests have a stricter one.
     The answer is "" where a model knows of no bit that changes.
 
-    The default model has a simple rule. On a CPU last bits may differ where a row's result does not
-    fill two vectors, which many kernels take at once, or where several threads share the rows;
-    for heads and experts with a capacity, on every CPU. The rule may name rows that round alike.
-    On other devices every row is taken to be computed by the same code.
+The default model has a simple rule. On a CPU last bits may differ where a row's result does not
+fill two vectors, which many kernels take at once, or where several threads share the rows;
+for heads and experts with a capacity, on every CPU. The rule may name rows that round alike.
+On other devices every row is taken to be computed by the same code.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RowBits:
         """Take in beforehand that `call` is only known to read all rows of one expert."""
 
     def follow_memory(self, call: Call, tensor: torch.Tensor, value: Value) -> None:
-        """Take in each tensor that `call` made or wrote, with what it is now."""
+        """Take in each tensor that `call` made or wrote, with its new value."""
 
     def follow_gradient(self, gradient: torch.Tensor) -> None:
         """Take in a gradient that a function written by hand is given."""

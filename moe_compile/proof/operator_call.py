@@ -53,7 +53,7 @@ class Knowledge:
     """Concatenations along the rows, of tensors of one type and number of dimensions: where the
     only input is an empty vector, the result is one."""
     whole: dict[fx.Node, set[int]] = field(default_factory=dict)
-    """Node -> experts of whose rows it computes what was not proven row by row."""
+    """Node that is not proven row by row -> the experts whose rows it reads."""
     searches: bool = False
     """Whether rows are found by a search for labels, whose result is as long as it finds."""
     has_spread: bool = False

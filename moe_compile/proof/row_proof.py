@@ -6,13 +6,13 @@ Contract
     that is not understood is refused, with the reason.
     A rank with no token, or one, proves the same as others.
 
-    Steps that are not followed (kernels, arithmetic that makes an index) are not trusted: where the
-    proof needs such an index and the group sizes to agree on the rows of each expert, both are
-    computed for sampled counts and compared (sampled_counts.py). The proof says on how many.
+Steps that are not followed (kernels, arithmetic that makes an index) are not trusted: where the
+proof needs such an index and the group sizes to agree on the rows of each expert, both are
+computed for sampled counts and compared (sampled_counts.py). The proof says on how many.
 
 Pseudo-code
     run the body on fake tensors, noting aten operators
-    received rows = every run of rows in the order the dispatch's split sizes tell
+    received rows = every run of rows in the order of the dispatch's split sizes
     for each operator: the value of its outputs follows from those of its inputs, or refuse
     the combine must send the rows back in the order received
     premises about indices must hold on sampled counts
@@ -25,8 +25,8 @@ outside the region must be made of rows of one expert.
 Operators that read rows of one expert alone: whatever they do, a chunk does the same.
 A chunk of whole experts has all rows of each of its experts, in the order received, so that such
 an operator reads the same numbers. It must not run in chunks without the expert: on no rows it
-may give NaN, or a gradient that is not zero. Chunks of
-tokens have a part of an expert's rows: they need rows that are independent.
+may give NaN, or a gradient that is not zero. Chunks of tokens have a part of an expert's rows:
+they need rows that are independent.
 
 The sizes of a tensor must agree with the value that the proof gives it.
 A size that the tracer gave a symbol of its own is named by the proof's formula.

@@ -6,11 +6,11 @@ Contract
     place are noted like any other operator. Results have the types that the tracer found.
     Host reads are not repeated: sizes stay the symbols the tracer gave them.
 
-    Graphs inside higher-order operators are run too: those of activation checkpoints, and those of
-    functions whose backward is written by hand.
-    Such a graph runs under its own modes, inside of those that its call runs under. Host reads and
-    collectives in it are refused. A backward written by hand runs once, on gradients of the form of
-    the results.
+Graphs inside higher-order operators are run too: those of activation checkpoints, and those of
+functions whose backward is written by hand.
+Such a graph runs under its own modes, inside of those that its call runs under. Host reads and
+collectives in it are refused. A backward written by hand runs once, on gradients of the form of
+the results.
 """
 
 from __future__ import annotations

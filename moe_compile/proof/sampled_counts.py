@@ -195,7 +195,7 @@ class HostRun:
     def on(self, run: OneRun) -> None:
         """Compute every number and every size, with the integers that `run` has read.
 
-        Raises what the host's arithmetic raises, ValueError for a negative size.
+        Passes on errors of the host's arithmetic; raises ValueError for a negative size.
         """
         numbers: dict[fx.Node, Any] = {}
 

@@ -36,7 +36,7 @@ class HostRead:
 
 @dataclass(frozen=True, slots=True)
 class NotFollowed:
-    """`node` filled `tensor` from what it reads: `inputs`."""
+    """`node` filled `tensor` from its `inputs`."""
 
     node: fx.Node
     tensor: torch.Tensor

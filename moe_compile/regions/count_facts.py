@@ -121,7 +121,7 @@ class CountFacts:
         return bool(self.formula(size).free_symbols - self._outside)
 
     def experts_of(self, formula: sympy.Expr) -> frozenset[int | None]:
-        """Return the experts whose counts `formula` reads; None among them for others."""
+        """Return the experts whose counts `formula` reads, with None for unknown symbols."""
         symbols = formula.free_symbols - self._outside
         return frozenset(self._expert.get(symbol) for symbol in symbols)
 

@@ -26,7 +26,7 @@ class Region(Protocol):
 
     @property
     def name(self) -> str:
-        """Name, unique in the graph."""
+        """Name of the region, unique in the graph."""
 
     @property
     def launches(self) -> tuple[fx.Node, ...]:

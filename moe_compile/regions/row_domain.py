@@ -25,7 +25,7 @@ class Segment:
     rows: Hashable
     length: sympy.Expr
     expert: int | None
-    """The local expert of all its rows; None for padding and where sizes must tell."""
+    """The local expert of all its rows; None for padding, and where it must follow from sizes."""
     start: sympy.Expr = sympy.S.Zero
 
 

@@ -47,7 +47,7 @@ SUMS_UP: Final = frozenset({"bmm", "einsum"})
 """Products that are sums, too."""
 WEIGHS: Final = MULTIPLIES | SUMS_UP
 OF_ZEROS: Final = frozenset({"size", "dtype", "layout", "device", "pin_memory", "memory_format"})
-"""Arguments that leave zeros what they are; a layout is read off the tensor."""
+"""Arguments that do not change the zeros; a layout is read off the tensor."""
 FORMS: Final = frozenset({"reshape", "view", "unflatten"})
 ROWS_OF_TOKENS: Final = (1, -2, [1], (1,), [-2], (-2,))
 """The dimension of a token's rows in `[T, k, D]`, as sums take it."""
