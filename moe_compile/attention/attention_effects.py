@@ -1,4 +1,4 @@
-"""What stands around an attention operator: the next collectives, the choice of its backend.
+"""The surroundings of an attention operator: the next collectives, the choice of its backend.
 
 Contract
     Questions about one graph, answered from its structure; nothing is edited.
@@ -30,7 +30,7 @@ def nearest_launches(start: fx.Node, *, up: bool) -> list[fx.Node]:
 
 
 def is_tensor_parallel(core: fx.Node) -> bool:
-    """Whether a gather makes what `core` reads, and a reduction takes what it makes."""
+    """Whether the inputs of `core` come from a gather, and its result goes to a reduction."""
     is_gathered = any(map(is_all_gather, nearest_launches(core, up=True)))
     return is_gathered and any(
         "reduce" in overload_name(n) for n in nearest_launches(core, up=False)

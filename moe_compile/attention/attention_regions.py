@@ -1,4 +1,4 @@
-"""An attention region: what the passes know of attention and the exchanges around it.
+"""An attention region: attention and the exchanges around it, with facts for the passes.
 
 Contract
     A region names nodes of one graph and is stale once that graph is edited.
@@ -28,7 +28,7 @@ UNPROVEN: Final = frozenset(
         Reason.GRADIENT_BESIDE,
     }
 )
-"""Reasons of attention with even exchanges on both sides that groups of heads may not be right for.
+"""Refusals of attention with even exchanges on both sides that is not proven by groups of heads.
 All others say that there is no region, or that nothing is to be split."""
 
 
@@ -37,7 +37,7 @@ class AttentionRegion:
     """Attention between an exchange of heads for sequence and the exchange back."""
 
     name: str
-    """Of the attention node."""
+    """Name of the attention node."""
     core: fx.Node
     """The attention operator."""
     operands: tuple[fx.Node, ...]
@@ -48,12 +48,12 @@ class AttentionRegion:
     exchanges: tuple[fx.Node, ...]
     """Launches that bring operands, in graph order: one each, or one for all."""
     inward: tuple[fx.Node, ...]
-    """What moves data from the exchanges to the attention, both excluded, in graph order."""
+    """Movements of data from the exchanges to the attention, both excluded, in graph order."""
     outward: tuple[fx.Node, ...]
-    """What moves the result, from after the attention to the last wait, in graph order."""
+    """Movements of the result, from after the attention to the last wait, in graph order."""
     cut: tuple[fx.Node, ...]
-    """What the body reads that has heads: what is sent, operands that no exchange brings, and what
-    is joined to either."""
+    """Inputs of the body that have heads: tensors sent, operands that no exchange brings, and
+    tensors joined to either."""
     state_calls: tuple[fx.Node, ...]
     """Selections of a backend that the attention stands between."""
     tracker: Tracker
@@ -62,13 +62,13 @@ class AttentionRegion:
     num_heads: int
     """Query heads of this rank."""
     num_kv_heads: int
-    """Those of this rank, repetitions not counted where they can be told."""
+    """KV heads of this rank, repetitions not counted where they are known."""
     rounds: bool
     """Whether groups of any number may differ from the whole in the last bits."""
     rounds_alone: bool
-    """The same of groups of one query head."""
+    """Whether groups of one query head may."""
     last_bits: HeadBits
-    """What is said, and nothing decided by."""
+    """Notes on last bits for the report, which decide nothing."""
     group: str
     num_ranks: int
 
@@ -83,7 +83,7 @@ class AttentionRegion:
         return num_groups > 1 and (self.rounds or alone)
 
     def why_last_bits(self, num_groups: int) -> str:
-        """Return why last bits may depend on where heads lie in memory, "" where they do not."""
+        """Return why last bits may depend on where heads lie in memory, or ""."""
         alone = self.last_bits.alone if self.num_heads == num_groups else ""
         return (self.last_bits.groups or alone) if num_groups > 1 else ""
 
@@ -95,7 +95,7 @@ class AttentionRegion:
 
     @property
     def body(self) -> tuple[fx.Node, ...]:
-        """All that is replayed for a group of heads, in the order it runs."""
+        """All nodes that are replayed for a group of heads, in the order they run."""
         return (*self.exchanges, *self.inward, self.core, *self.outward)
 
     @property

@@ -64,7 +64,7 @@ COMPUTES: Final = "an operator between the exchange and attention is no movement
 
 
 def find_attention(facts: GraphFacts) -> tuple[list[AttentionRegion], dict[fx.Node, Left]]:
-    """Return the attention regions of a Dynamo graph, and why other attention is of none."""
+    """Return the attention regions of a Dynamo graph, and the refusals of other attention."""
     cores = [n for n in facts.graph.nodes if n.op == "call_function" and n.target in ATTENTION]
     regions: list[AttentionRegion] = []
     refused: dict[fx.Node, Left] = {}
@@ -131,9 +131,9 @@ def _region(core: fx.Node, facts: GraphFacts) -> AttentionRegion:
 
 
 def _check_meanwhile(region: AttentionRegion, legality: Legality) -> None:
-    """Refuse when the body would compute something else, or tell otherwise, just before `core`.
+    """Refuse a body whose values, gradients or effects would change just before `core`.
 
-    Nor may others write what it reads before its last node.
+    Nor may other nodes write its inputs before its last node.
     """
     body, core = region.body, region.core
     obstacle = legality.obstacle([n for n in body if n is not core], core)
@@ -146,7 +146,7 @@ def _check_meanwhile(region: AttentionRegion, legality: Legality) -> None:
 def _sizes_differ(operands: Sequence[fx.Node]) -> bool:
     """Whether keys and values differ in head size: torch may take a kernel for all heads at once.
 
-    So it is where a tensor is not known.
+    True where a tensor is not known.
     """
     key, value = map(tensor_of, operands[1:])
     return key is None or value is None or key.shape[-1] != value.shape[-1]
@@ -155,8 +155,8 @@ def _sizes_differ(operands: Sequence[fx.Node]) -> bool:
 def _has_local_gradient(operands: Sequence[fx.Node], sources: Sequence[fx.Node | None]) -> bool:
     """Whether a gradient flows into an operand that no exchange brings.
 
-    Attention gives it a memory layout by how many heads there are, and sums over it round by that.
-    An exchange gives gradients one layout.
+    Attention gives it a memory layout that depends on the number of heads, and sums over it
+    round by layout. An exchange gives gradients one layout.
     """
     pairs = zip(operands, sources, strict=True)
     return any(source is None and has_gradient(operand) for operand, source in pairs)

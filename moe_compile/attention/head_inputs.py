@@ -1,13 +1,13 @@
-"""What a region of attention reads: what has heads is cut, all else is the same for every group.
+"""Inputs of an attention region: those with heads are cut, others are the same for all groups.
 
 Contract
-    Gradients of what is read are those of the whole region, bit for bit, or the region is refused;
-    where groups may round otherwise anyway, so may the gradient of what no exchange brings.
+    Gradients of inputs are those of the whole region, bit for bit, or the region is refused;
+    where groups may round differently anyway, so may gradients of inputs that no exchange brings.
 
-The gradient of what is cut is a concatenation of the groups' gradients. Where the region reads it
-several times, a group adds up its own terms before anything else is added to them. Attention gives
-gradients a memory layout of its own, which tells in the last bits of what is summed over them; an
-exchange gives the same layout to those of the whole and of groups.
+The gradient of a cut input is a concatenation of the gradients of groups. Where the region
+reads it several times, a group adds up its own terms before anything else is added to them.
+Attention gives gradients a memory layout of its own, which shows in the last bits of sums over
+them; an exchange gives the same layout to those of the whole and of groups.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def heads_read(
     *,
     may_round: bool,
 ) -> list[fx.Node]:
-    """Return what `body`, in the order it is to run, reads from outside and has heads.
+    """Return the inputs from outside of `body`, in the order it is to run, that have heads.
 
-    Refuses what is made only after `core`, where the groups run, and a gradient that groups would
-    add up in another order; with `may_round` not that of what no exchange brings.
+    Refuses an input made only after `core`, where the groups run, and a gradient that groups would
+    add up in another order; with `may_round` not that of an input that no exchange brings.
     """
     found, position = [], facts.dependence.position
     for source, by in read_from_outside(body).items():
@@ -59,7 +59,7 @@ def heads_read(
 
 
 def read_from_outside(body: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Return every value that `body` reads and does not make, with who reads it."""
+    """Return every value that `body` reads and does not make, with its readers."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for reader in body:
         for source in _read_by(reader):
@@ -69,7 +69,7 @@ def read_from_outside(body: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
-    """Return the values `node` reads, as often as it does; none of what only names a form."""
+    """Return the values `node` reads, as often as it does, without those that only name a form."""
     if is_form(node):
         return [moved(node)]
     return [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)]
@@ -93,8 +93,8 @@ def _all_hold(factors: Sequence[Factor], head: Factor) -> bool:
 def _added_up_alone(
     source: fx.Node, by: Sequence[fx.Node], position: Mapping[fx.Node, int]
 ) -> bool:
-    """Whether the gradient of `source` is the sum of what its readers in `by` give, from the last
-    to the first, and only then of what other readers give."""
+    """Whether the gradient of `source` first sums terms of its readers in `by`, from the last to
+    the first, and only then those of other readers."""
     others = [n for n in readers(maker(source)) if n not in by or source not in n.all_input_nodes]
     first = position[by[0]]
     late = any(position[n] > first and (value_of(n) is None or has_gradient(n)) for n in others)

@@ -1,4 +1,4 @@
-"""Prove which factor is the index of heads, and that a region may be replayed where it stands.
+"""Proofs that a factor is the index of heads, and that a region may be replayed in place.
 
 Contract
     Raises Left or Lost where the proof fails; the graph is not edited.
@@ -33,12 +33,12 @@ REPETITIONS: Final = frozenset({"expand", "repeat_interleave"})
 
 
 def no_region(detail: str) -> Left:
-    """Return that attention is no region, for what `detail` says of the exchanges around it."""
+    """Return the refusal of attention as no region; `detail` is about the exchanges around it."""
     return Left(Reason.NOT_BETWEEN_EXCHANGES, detail)
 
 
 def track(tracker: Tracker, moved: Sequence[fx.Node], local: Sequence[fx.Node]) -> None:
-    """Follow factors through `moved`, in graph order, from what it reads; begin at `local` too."""
+    """Follow factors through `moved`, in graph order, from its inputs; begin at `local` too."""
     for node in moved:
         tracker.follow(node)
     for operand in local:
@@ -53,7 +53,7 @@ def find_heads(
     sources: Sequence[fx.Node | None],
     outward: Sequence[fx.Node],
 ) -> Factor | None:
-    """Return the factor that is the index of KV heads; refuses what does not move heads.
+    """Return the factor that is the index of KV heads; refuses exchanges that do not move heads.
 
     None when there is one KV head, repeated after the exchange or not.
     """
@@ -91,7 +91,7 @@ def has_factor(tracker: Tracker, node: fx.Node, factor: Factor) -> bool:
 
 
 def _repeats_into(tracker: Tracker, node: fx.Node, factor: Factor) -> bool:
-    """Whether `node` makes the index `factor` by repeating what has one index only."""
+    """Whether `node` makes the index `factor` by repeating a tensor that has one index only."""
     if operator_name(node) not in REPETITIONS or node not in tracker:
         return False
     return has_factor(tracker, node, factor) and not has_factor(
@@ -100,7 +100,7 @@ def _repeats_into(tracker: Tracker, node: fx.Node, factor: Factor) -> bool:
 
 
 def _sends_heads(tracker: Tracker, exchange: fx.Node, heads: list[Factor]) -> bool:
-    """Whether what `exchange` sends by is the outer part of the index that `heads` end."""
+    """Whether the ranks that `exchange` sends to are outermost in an index ending in `heads`."""
     sent = flat(tracker.sent[exchange])
     return any(
         dim[i : i + len(sent) + len(heads)] == sent + heads
@@ -111,9 +111,9 @@ def _sends_heads(tracker: Tracker, exchange: fx.Node, heads: list[Factor]) -> bo
 
 
 def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -> None:
-    """Refuse a movement whose result has heads that what it moves has not, or fewer of them.
+    """Refuse a movement whose result has heads that its input lacks, or fewer of them.
 
-    It would run as it is for a group, and heads that it makes be all of them. An expansion alone
+    It would run unchanged for a group, and make all heads again. Only an expansion
     gets the sizes of the group.
     """
     if any(holds(dim, head) for _, dim in tracker.closed):
@@ -134,7 +134,7 @@ def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -
 
 
 def _share(dims: Dims, head: Factor) -> int:
-    """Return how many elements one head has of a tensor."""
+    """Return the number of elements of a tensor for one head."""
     return math.prod(group_size(dim, head, 1) for dim in dims)
 
 

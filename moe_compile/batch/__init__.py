@@ -1,1 +1,1 @@
-"""Parts of the batch: may a graph run on some sequences at a time."""
+"""Parts of the batch: the proof that a graph may run on some sequences at a time."""

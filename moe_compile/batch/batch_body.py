@@ -1,10 +1,10 @@
-"""What runs for each part of a batch, in which order, and what is made of all parts.
+"""The nodes that run for each part of a batch, their order, and the results of all parts.
 
 Contract
     A segment ends with a launch of a region's rows, and begins and ends in the modes that the graph
     ends in: segments of other parts may run between.
-    Parameters have gradients as accumulation over the parts gives them: what is computed of them,
-    or repeats them for each index of the batch, each part makes, and adds up its own terms first.
+    Parameters have gradients as accumulation over the parts gives them: each part makes the values
+    computed from them, or repeated for each index of the batch, and adds up its own terms first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Dependents:
     """The nodes of a graph that depend on the batch, by how they do."""
 
     inputs: dict[fx.Node, None] = field(default_factory=dict)
-    """Nodes that have the batch and depend on no other that has, in graph order."""
+    """Nodes that have the batch and depend on no other node that has it, in graph order."""
     per_sequence: set[fx.Node] = field(default_factory=set)
     """Nodes whose tensors have the batch in a dimension: each part computes its own."""
     mixed: set[fx.Node] = field(default_factory=set)
@@ -53,11 +53,11 @@ class Dependents:
     counters: set[fx.Node] = field(default_factory=set)
     """Nodes that add counts to tensors from outside."""
     returned: set[fx.Node] = field(default_factory=set)
-    """Counters that the graph returns: once, by the counts of all parts."""
+    """Counters that the graph returns: made once, from the counts of all parts."""
     reductions: set[fx.Node] = field(default_factory=set)
     """Counts, sums and means over the batch, of which results of the graph are made."""
     outputs_once: set[fx.Node] = field(default_factory=set)
-    """Results of the graph that are computed of reductions: once, of those of all parts."""
+    """Nodes from reductions to results of the graph: run once, on those of all parts."""
     needed: set[fx.Node] = field(default_factory=set)
     """Nodes that the results and the counters depend on."""
 
@@ -71,7 +71,7 @@ class Dependents:
         return self.per_sequence | self.mixed
 
     def end(self, facts: GraphFacts, sums: set[fx.Node]) -> None:
-        """Take in what leaves the graph, of parts and of `sums` over the batch."""
+        """Set the fields about the graph's outputs, of parts and of `sums` over the batch."""
         (output,), dependence = facts.graph.find_nodes(op="output"), facts.dependence
         given = {*output.all_input_nodes}
         ends = [n for n in dependence.needs(output) if n in given or n not in self.counters]
@@ -125,7 +125,7 @@ def body_of(
 
 
 def _made_of_parameters(found: Dependents, facts: GraphFacts) -> set[fx.Node]:
-    """Return what gives parameters a gradient and has no batch, but for their only views.
+    """Return nodes without the batch that give parameters a gradient, but for their only views.
 
     Parts may share a view, and add up its gradient, where nothing else adds to the same elements.
     """
@@ -174,7 +174,7 @@ def _outer_of_rows(
 def _segments(
     facts: GraphFacts, regions: Iterable[SplitRegion], body: Collection[fx.Node]
 ) -> Iterator[tuple[fx.Node, ...]]:
-    """Yield the body, with the switches of modes in it, in runs that end with launches of rows."""
+    """Yield the body, with switches of modes, in segments that end with launches of rows."""
     launches = {n for one in regions for n in (one.region.dispatch, one.region.combine)}
     graph, mode_of = facts.graph, facts.modes
     (output,) = graph.find_nodes(op="output")
@@ -213,7 +213,7 @@ def _thrown_and(body: Collection[fx.Node], graph: fx.Graph, state: _State) -> It
 
 
 class _State:
-    """Which modes are other than where a graph ends."""
+    """The modes that differ from those where a graph ends."""
 
     def __init__(self, begins: object, ends: object) -> None:
         self._grad_mode, self._grad_mode_now = ends, begins
@@ -221,7 +221,7 @@ class _State:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all are as they were."""
+        """Whether all modes are those where the graph ends."""
         is_chosen = self._num_chosen % 2  # `sdpa_kernel` throws its switch back by another
         return self._grad_mode_now == self._grad_mode and not (self._num_entered or is_chosen)
 
@@ -242,10 +242,10 @@ def _read_alone(
     cut: Iterable[fx.Node],
     regions: Iterable[SplitRegion],
 ) -> Iterator[fx.Node]:
-    """Yield what has a gradient, is whole for every part, and is to have a name for each.
+    """Yield values with a gradient that all parts read whole, each part by a name of its own.
 
-    That is what a part reads more than once, whose terms are added up of that part first, and what
-    is read within a region: chunks, and the hops of rows, run readers later, behind other parts'.
+    These are values that a part reads more than once, so that its own terms are added up first, and
+    values read within a region: chunks and hops run readers later, behind those of other parts.
     """
     ours = {*body, *cut}
     within = {node for one in regions for node in inside(one)}

@@ -6,27 +6,27 @@ Contract
     index of the batch, or the value is of a MoE region and its routing. Of those it is known that a
     token's result comes of the token, its experts and its scores (`TokenRows`), whichever tokens
     are beside it: a part sorts, counts and exchanges its own rows.
-    What a graph writes outside of itself is refused, but for a sum of counts: whole numbers, which
-    parts add up as the whole does. What leaves it may be made of counts, sums and means over the
-    batch, whose terms parts add up.
+    A write outside of the graph is refused, except a sum of counts: whole numbers, which parts add
+    up as the whole does. Its results may be computed from counts, sums and means over the batch,
+    whose terms parts add up.
 
 Pseudo-code
     follow factors from all inputs; a region's sums have the factors of its tokens
     batch = the outermost factor of a dimension of an input, the first for which all holds:
-        what depends on the batch has it, in one dimension, or is of a region
+        each node that depends on the batch has it, in one dimension, or is of a region
         nothing mixes its indices
-        what leaves the graph has it, or is made of counts alone
+        each result of the graph has it, or is made of counts alone
 
-What compiled code takes for granted of a batch whose size is a symbol.
-Each part of such a batch has two indices or more, by a guard: of a size that may be one the
-tracer asks whether it is, and takes the answer for granted, so that code would be for one size
+A batch whose size is a symbol has guards in compiled code.
+Each part of such a batch has two indices or more, by a guard: for a size that may be one the
+tracer asks whether it is, and keeps the answer, so that code would be for one size
 of the batch after all. A batch that is smaller is compiled for its size alone.
 A size that the program marks as dynamic becomes no constant, and one that it bounds gets no
 guard: torch makes errors of these. Raises Left instead.
 All of this follows from the size that this rank has. A graph that runs in parts has the same
-plan for any of them, and one that is refused another: ranks compare them.
+plan for any size, and one that is refused has another plan: ranks compare them.
 
-Integers that the host reads of counts, and which add up over parts as the counts do.
+Integers that the host reads from counts add up over parts as the counts do.
 Each part's experts need its own integers on the host, so that those of the whole, which a model
 keeps or returns, are their sums: the host reads nothing for them.
 """
@@ -82,9 +82,9 @@ Proven = list[tuple[SplitRegion, RowProof]]
 
 
 def find_batch_split(facts: GraphFacts, num_parts: int) -> BatchSplit | None:
-    """Return how a graph runs on parts of its batch; None where it has no MoE region.
+    """Return the split of a graph into parts of its batch; None where it has no MoE region.
 
-    Raises Left or Lost where parts are not proven to compute what the whole does.
+    Raises Left or Lost where parts are not proven to compute the same as the whole.
     """
     regions = _regions(facts)
     if not regions:
@@ -94,13 +94,13 @@ def find_batch_split(facts: GraphFacts, num_parts: int) -> BatchSplit | None:
         return None
     split = split_around(facts, regions, num_parts)
     is_settled = settle_size(split.tracker.numbers.size(split.size), num_parts)
-    return split if is_settled else find_batch_split(facts, num_parts)  # of a number now
+    return split if is_settled else find_batch_split(facts, num_parts)  # its size is a number now
 
 
 def split_around(facts: GraphFacts, regions: Proven, num_parts: int) -> BatchSplit:
-    """Return how a graph runs on parts of its batch, whose regions these are, each with its proof.
+    """Return the split of a graph into parts of its batch, given its regions with their proofs.
 
-    Raises Left or Lost where parts are not proven to compute what the whole does.
+    Raises Left or Lost where parts are not proven to compute the same as the whole.
     """
     graph = facts.graph
     tracker, lost = follow_graph(facts, [split for split, _ in regions])
@@ -121,7 +121,7 @@ def split_around(facts: GraphFacts, regions: Proven, num_parts: int) -> BatchSpl
 
 
 def _outer_of_tokens(regions: Proven, tracker: Tracker) -> list[Factor]:
-    """Return the outermost factors of what regions are given: who asks why means one of these."""
+    """Return the outermost factors of the regions' tokens: the user's batch is one of these."""
     tokens = (split.found.tokens for split, _ in regions)
     return [f for node in tokens if node in tracker for f in flat(tracker.dims(node)[0])[:1]]
 
@@ -143,7 +143,7 @@ def _regions(facts: GraphFacts) -> Proven:
         proof, rows = prove_rows_independent(region), find_token_rows(region)
         if isinstance(proof, Left):
             raise proof
-        if proof.whole:  # right for all rows of an expert, of which a part of the batch has some
+        if proof.whole:  # right for all rows of an expert; a part has some only
             raise Left(Reason.ROWS_MIXED, operator_at(proof.whole[0][0]))
         if isinstance(rows, Left):
             raise rows
@@ -173,7 +173,7 @@ class _Proof:
 
     @property
     def dependence(self) -> Dependence:
-        """Who needs whom in it."""
+        """The dependences of the graph."""
         return self.facts.dependence
 
     def split(self) -> BatchSplit:
@@ -222,15 +222,15 @@ class _Proof:
         return found
 
     def _note_counters(self, found: Dependents) -> None:
-        """Note what counts: each part does, or where the graph returns it one sum of all."""
+        """Note counters: each part counts, or one sum of all counts where the graph returns it."""
         counters = {node for node in found.mixed if self._is_counter(node, found.per_sequence)}
         found.counters = {node for node in counters if not node.users}
         found.returned = counters - found.counters
 
     def _sums(self, found: Dependents) -> set[fx.Node]:
-        """Return what adds up over parts: counts, sums and means of what has the batch.
+        """Return the nodes that add up over parts: counts, sums and means of values with the batch.
 
-        So do integers that the host reads of these.
+        So do integers that the host reads from these.
         """
         regions = (split.region for split, _ in self.regions)
         sums = {n for region in regions for n in (region.counts, region.received_counts)}
@@ -242,7 +242,7 @@ class _Proof:
         return sums | reads_that_add_up(found.mixed, sums)
 
     def _is_total(self, node: fx.Node) -> bool:
-        """Whether a sum or mean is over the batch, of terms that come apart; so is a loss."""
+        """Whether a sum, a mean or a loss is over the batch, of terms that come apart."""
         loss = loss_arguments(node)
         if loss is None:
             return not self._has_batch(node)
@@ -252,12 +252,12 @@ class _Proof:
         return any(holds(dim, self.batch) for dim in terms)
 
     def _come_apart(self, node: fx.Node, found: Dependents) -> bool:
-        """Whether all that the node reads has the batch in a dimension, or nothing of it."""
+        """Whether each input of the node has the batch in a dimension, or does not depend on it."""
         apart = found.per_sequence | {*found.inputs}
         return not any(n in found and n not in apart for n in node.all_input_nodes)
 
     def _check_inputs(self, found: Dependents) -> None:
-        """Refuse an input whose gradient would be a sum over parts, but for parameters."""
+        """Refuse an input, except parameters, whose gradient would be a sum over parts."""
         read = self.dependence.above(found.nodes)
         for node in self.graph.find_nodes(op="placeholder"):
             is_parameter = isinstance(tensor_of(node), torch.nn.Parameter)
@@ -270,7 +270,7 @@ class _Proof:
                 raise Left(Reason.BATCH_MIXED, operator_at(node))
 
     def _has_batch(self, node: fx.Node) -> bool:
-        """Whether the index of the batch is in one dimension of `node`; raises in any other way."""
+        """Whether one dimension of `node` has the index of the batch; raises in any other form."""
         if node not in self.tracker:
             return False
         if self.batch in self.tracker.picks(node):
@@ -283,7 +283,7 @@ class _Proof:
         return True
 
     def _check_routed(self, found: Dependents) -> None:
-        """Refuse what mixes the batch beside regions, their routing and what is made of counts."""
+        """Refuse nodes that mix the batch, except regions, their routing and uses of counts."""
         known = self.dependence.above(found.counters) & found.mixed
         for split, _ in self.regions:
             region, rows = split.region, split.found
@@ -319,18 +319,18 @@ class _Proof:
         return not (has_gradient(node) and any(n in found.inputs for n in node.all_input_nodes))
 
     def _writes_own(self, node: fx.Node) -> bool:
-        """Whether a region, whose proof ran `node`, makes the memory that it writes, as a kernel's
-        indices of rows: whoever computes that anew has it written anew."""
+        """Whether `node` writes memory that its region makes, such as a kernel's indices of rows: a
+        new form of the region makes and writes it anew."""
         written = self.dependence.writes[node]
         regions = (split.region for split, _ in self.regions)
         return any(node in r.body and written and written <= memory_of(r) for r in regions)
 
     def _travels_whole(self, exchange: fx.Node) -> bool:
-        """Whether each rank is sent something of every index of the batch, and all of these."""
+        """Whether the exchange sends entries of every index of the batch to each rank."""
         return not holds(self.tracker.sent.get(exchange, [self.batch]), self.batch)
 
     def _refusal(self, node: fx.Node, found: Dependents) -> Left | Lost:
-        """Return why `node` is not computed by parts: because of itself, or of the first before."""
+        """Return the refusal of `node`: because of itself, or of the first lost node before it."""
         if draws_random(node):
             return Left(Reason.BATCH_RANDOM, operator_at(node))
         if maker_of(node) is not None:
@@ -347,13 +347,13 @@ class _Proof:
         return Left(Reason.BATCH_MIXED, operator_at(node))
 
     def _is_host_side(self, node: fx.Node) -> bool:
-        """Whether the node only leads to assertions that hold for each part by themselves."""
+        """Whether the node only leads to assertions that hold by themselves for each part."""
         below = self.dependence.below([node])
         ends = [n for n in below if not n.users]
         return all(is_host_arithmetic(n) for n in below) and all(map(self._may_be_left_out, ends))
 
     def _may_be_left_out(self, node: fx.Node) -> bool:
-        """Whether nothing tells that the node did not run: of assertions those that hold anyway."""
+        """Whether the node may be left out: if it is pure, or an assertion that holds anyway."""
         if not is_assertion(node):
             return is_pure(node)
         if always_holds(node):
@@ -362,7 +362,7 @@ class _Proof:
         return any(known and is_implied(node, region, known) for region, known in facts)
 
     def _is_counter(self, node: fx.Node, apart: Collection[fx.Node]) -> bool:
-        """Whether the node counts what comes apart, in a tensor from outside that only counts.
+        """Whether the node adds counts of values that come apart to an outside tensor of counts.
 
         A layer that runs twice counts there twice. The graph may return that tensor, as it does for
         `self.seen += counts`.
@@ -383,8 +383,8 @@ class _Proof:
         known: TokenIndex,
         chosen: Collection[fx.Node],
     ) -> bool:
-        """Whether the node adds counts of what is `chosen` to a tensor from outside, and no more
-        than such additions reads the sum."""
+        """Whether the node adds counts of `chosen` to a tensor from outside, and only such
+        additions read the sum."""
         if called_name(node) not in ADDS_TO or len(node.args) != 2 or node.kwargs:
             return False
         buffer, value = node.args
@@ -397,7 +397,7 @@ class _Proof:
 
 
 def settle_size(size: Any, num_parts: int) -> bool:
-    """Return whether `size` is what it was: False where it is a constant from now on.
+    """Return whether `size` is unchanged: False where it is a constant from now on.
 
     Raises Left where there are not enough indices for parts of it.
     """
@@ -416,7 +416,7 @@ def settle_size(size: Any, num_parts: int) -> bool:
 
 
 def _marks_of(size: torch.SymInt) -> Iterator[Any]:
-    """Yield what the program says of the dimensions of inputs that have this size."""
+    """Yield the program's constraints on the dimensions of inputs that have this size."""
     tracked = getattr(size.node.shape_env, "tracked_fakes", None) or ()
     for one in tracked:
         if not isinstance(one.fake, torch.Tensor):
@@ -435,12 +435,12 @@ ADDS_UP: Final = frozenset(
         "sum", "to", "unsqueeze", "view",
     }
 )  # fmt: skip
-"""What of a sum is the sum of what it makes of the terms."""
+"""Operators that may be applied to the terms of a sum instead of the sum."""
 WIDE: Final = (torch.int32, torch.int64)
 
 
 def reads_that_add_up(nodes: Iterable[fx.Node], sums: Collection[fx.Node]) -> set[fx.Node]:
-    """Return those of `nodes` by which the host reads what adds up, of one of `sums`."""
+    """Return the host reads among `nodes` of integers that add up, from one of `sums`."""
     return {node for node in nodes if is_host_read(node) and _adds_up(node, sums)}
 
 

@@ -1,14 +1,14 @@
-"""Follow factors through a whole block: what is no operator of torch, or no part of its own.
+"""Follow factors through a whole block, with nodes that `Tracker.follow` does not know.
 
 Contract
-    Adds to what `Tracker.follow` does: FlexAttention, tensors that ranks share, indices that are
-    tensors, losses. What makes an element depend on all indices of a dimension is noted in
-    `Tracker.closed`. A write in place is followed where the graph made the memory.
+    Adds FlexAttention, tensors that ranks share, indices that are tensors, and losses. Dimensions
+    all of whose indices an element depends on are noted in `Tracker.closed`. A write in place is
+    followed where the graph made the memory.
 
-Of FlexAttention sequences and heads are apart; positions and features are closed. Its code is
-told the numbers of sequence, head and positions, and may read tensors: of a part of the
-sequences the first has number 0 again. So it may index tensors by the number of the sequence,
-which are cut as the batch is, and do nothing else with it.
+In FlexAttention sequences and heads are apart; positions and features are closed. Its code is
+given the numbers of sequence, head and positions, and may read tensors. In a part of the batch
+the first sequence has number 0 again. So the code may use the number of the sequence only to
+index tensors, which are cut as the batch is.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def _body(code: Any) -> fx.Graph:
 def _follow_code(
     tracker: Tracker, node: fx.Node, code: fx.Graph, first: int, buffers: Sequence[fx.Node]
 ) -> None:
-    """Follow what the code of scores, or of the mask, does with numbers and tensors.
+    """Follow numbers and tensors through the code of scores, or of the mask.
 
-    It is given a score where it is of scores, then the four numbers, then `buffers`.
+    Its inputs are a score, in code of scores, then the four numbers, then `buffers`.
     """
     given = code.find_nodes(op="placeholder")[first:]
     query: Any = node.args[0]
@@ -103,7 +103,7 @@ def _takes(node: fx.Node, number: fx.Node, tensors: Container[Any]) -> bool:
 def follow(tracker: Tracker, node: fx.Node) -> None:
     """Find the factors of `node` from those of its inputs; those from outside begin here."""
     if maker_of(node) is not None:
-        tracker.start(node)  # what it is given says its sizes, its type and its device
+        tracker.start(node)  # its inputs give its sizes, type and device
         return
     is_written = bool(written_arguments(node))
     if is_written and not writes_own(node):

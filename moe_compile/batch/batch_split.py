@@ -1,4 +1,4 @@
-"""A graph that may run on parts of its batch: what the passes know of it.
+"""The split of a graph that may run on parts of its batch, as passes read it.
 
 Contract
     A split names nodes of one graph and is stale once that graph is edited.
@@ -23,67 +23,67 @@ class TokenShare:
     """The part of the tokens that this rank routes."""
 
     ranks: tuple[int, ...]
-    """Those that share the tokens out, in order."""
+    """Ranks that divide the tokens among them, in order."""
     number: int
-    """Which of the equal shares, counted from 0."""
+    """Number of this rank's share among the equal shares, from 0."""
     factor: Factor
-    """The index of the tokens in it."""
+    """The factor that is the index of the tokens in the share."""
     rows_per_token: int
     slices: frozenset[fx.Node]
-    """What takes rows of the share, of a tensor that has one for each of all tokens."""
+    """Nodes that take the share's rows of a tensor that has a row for each of all tokens."""
     shifted: Mapping[fx.Node, fx.Node]
     """The order of the rows counted from the first of all tokens -> from the first of the share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRegion:
-    """A MoE region inside of it, whose results are those of tokens apart."""
+    """A MoE region of the graph, whose results are those of tokens apart."""
 
     region: MoERegion
     found: TokenRows
     share: TokenShare | None
-    """Of the tokens, where ranks share these out; None where it has the rows of all of them."""
+    """The share of tokens, where ranks divide them; None where the region has rows of all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSplit:
-    """What runs once for each part."""
+    """The nodes that run once for each part, and the treatment of the others."""
 
     batch: Factor
-    """The factor that is the index of the batch: of sequences, or of whatever comes apart."""
+    """The factor that is the index of the batch: of sequences, or of other values apart."""
     tracker: Tracker
-    """Of every value that has that index in a dimension."""
+    """The factors of every value that has that index in a dimension."""
     regions: tuple[SplitRegion, ...]
     rows: tuple[Factor, ...]
-    """Outer factors of what is in the order of rows: a part has its share of these too."""
+    """Outer factors of values in the order of rows: a part has its share of these too."""
     cut: tuple[fx.Node, ...]
-    """What parts read and do not make, and has the index: each part reads its share."""
+    """Values with the index that parts read and do not make: each part reads its share."""
     anew: tuple[fx.Node, ...]
     """Zeros, ones and numbers of places that have the index: each part makes its own."""
     spread: frozenset[fx.Node]
-    """What repeats parameters for every index: each part makes its own."""
+    """Nodes that repeat parameters for every index: each part makes its own."""
     written: tuple[fx.Node, ...]
-    """What of these is written in place: parts do so in memory of their own."""
+    """Those that are written in place: parts write memory of their own."""
     segments: tuple[tuple[fx.Node, ...], ...]
-    """What runs for each part, in graph order, cut where segments of other parts may run."""
+    """Nodes that run for each part, in graph order, cut where segments of other parts may run."""
     alone: tuple[fx.Node, ...]
-    """What has a gradient and is read by a part more than once, or within a region: each part reads
-    it by a name of its own, and adds up its own terms."""
+    """Values with a gradient that a part reads more than once, or within a region: each part reads
+    them by names of its own, and adds up its own terms."""
     results: tuple[fx.Node, ...]
     """Outputs of the graph that are made of parts, joined."""
     summed: tuple[fx.Node, ...]
     """Counts, sums and means over the batch that are added up over parts, in graph order."""
     kept: tuple[fx.Node, ...]
-    """What outputs of the graph are computed by from these, once."""
+    """Nodes from these to outputs of the graph, run once."""
     told: tuple[fx.Node, ...]
-    """What reads sizes of what depends on the batch, and nothing else of it."""
+    """Nodes that read only sizes of nodes that depend on the batch."""
     dead: tuple[fx.Node, ...]
-    """What depends on the batch, `told` included, and is not needed once parts run, in graph
+    """Nodes that depend on the batch, `told` included, and are not needed once parts run, in graph
     order."""
 
     @property
     def size(self) -> int:
-        """Return how many indices the batch has."""
+        """Return the number of indices of the batch."""
         return self.batch.size
 
     def sizes(self, dims: Dims, share: int) -> list[int]:
@@ -91,7 +91,7 @@ class BatchSplit:
         return [math.prod(self._size(factor, share) for factor in flat(dim)) for dim in dims]
 
     def is_divided(self, node: fx.Node) -> bool:
-        """Whether a dimension of `node` has a part's share of what it has of the whole."""
+        """Whether a part has only a share of some dimension of `node`."""
         dims = self.tracker.dims(node) if node in self.tracker else []
         return any(holds(dim, factor) for dim in dims for factor in (self.batch, *self.rows))
 
@@ -100,7 +100,7 @@ class BatchSplit:
         return node in self.tracker and flat(self.tracker.dims(node)[0]) == flat([own.factor])
 
     def tokens_of(self, own: TokenShare | None, share: int) -> TokenPart | None:
-        """Return which tokens have rows in a part that has `share` of the batch; None for all."""
+        """Return the tokens with rows in a part that has `share` of the batch; None for all."""
         if own is None:
             return None
         (num_tokens,) = self.sizes([[own.factor]], share)

@@ -1,10 +1,10 @@
-"""Sums over the batch and means, losses of torch among them: how those of parts make the whole's.
+"""Sums and means over the batch, losses of torch among them: the whole's from those of parts.
 
 Contract
-    A loss of `torch.nn.functional` is what it computes without a reduction, summed or averaged
-    over all of it. `cross_entropy` and `nll_loss` average over the targets that count, by their
-    weights: how many each part has is known when it runs, so that parts compute sums, and what
-    these are divided by is added up beside them.
+    A loss of `torch.nn.functional` is its result without a reduction, summed or averaged over all
+    elements. `cross_entropy` and `nll_loss` average over the targets that count, by their
+    weights: the number in each part is known only when it runs, so that parts compute sums, and
+    their divisors are added up beside them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_compile.graph.query import operator_at, tensor_of
 
 
 class Terms(enum.Enum):
-    """How the values of parts make up the whole's."""
+    """Ways in which the values of parts make up the whole's."""
 
     ADDED = "they are added up"
     BY_SHARE = "they are means, each counts by its share of the batch"
@@ -40,11 +40,11 @@ OF_REDUCTION: Final = {
     "batchmean": Terms.BY_SHARE,
 }
 TOLD_OTHERWISE: Final = ("size_average", "reduce")
-"""Arguments in the place of which losses of torch now have `reduction`."""
+"""Former arguments of losses of torch, which `reduction` replaces."""
 
 
 def terms_of(node: fx.Node) -> Terms | None:
-    """Return how values of `node` of parts make up that of the whole, None of anything else."""
+    """Return the way in which parts' values of `node` make up the whole's; None of other nodes."""
     name = operator_name(node)
     if name in ADD_UP or name == "mean":
         return Terms.BY_SHARE if name == "mean" else Terms.ADDED
@@ -72,7 +72,7 @@ def loss_arguments(node: fx.Node) -> dict[str, Any] | None:
 
 @functools.cache
 def _parameters(function: Any) -> inspect.Signature | None:
-    """Return what a loss of torch takes; None of another function."""
+    """Return the signature of a loss of torch; None of another function."""
     is_loss = getattr(F, str(getattr(function, "__name__", "")), None) is function
     if not is_loss or not inspect.isfunction(function):
         return None
@@ -81,7 +81,7 @@ def _parameters(function: Any) -> inspect.Signature | None:
 
 
 def summed_instead(loss: fx.Node, read: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """Return the arguments by which a loss is summed, in order; `read` gives what it reads."""
+    """Return the arguments by which a loss is summed, in order; `read` maps its inputs."""
     given = loss_arguments(loss)
     assert given is not None
     return tuple(fx.node.map_arg([*{**given, "reduction": "sum"}.values()], read))

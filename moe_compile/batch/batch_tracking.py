@@ -1,9 +1,9 @@
-"""The factors of a whole graph, experts included, and which of them may be the batch.
+"""The factors of a whole graph, experts included, and the candidates for the batch.
 
 Contract
-    The sums of a MoE region have the factors of its tokens; what is between them, from the gather
-    to the sums, is not followed. Where an operator is not known its result has factors of its own,
-    and the reason is noted.
+    The sums of a MoE region have the factors of its tokens; nodes between them, from the gather
+    to the sums, are not followed. The result of an unknown operator has factors of its own, and the
+    reason is noted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_compile.regions.token_sums import base_of
 def follow_graph(
     facts: GraphFacts, regions: Collection[SplitRegion]
 ) -> tuple[Tracker, dict[fx.Node, str]]:
-    """Return the factors of all that can be followed, and why other nodes cannot."""
+    """Return the factors of all nodes that can be followed, and why others cannot."""
     came_back = {num_rows(s.region.result): num_rows(s.region.rows) for s in regions}
     numbers = SizeNumbers(facts.graph, came_back)
     tracker, lost = Tracker(facts.modes, numbers), dict[fx.Node, str]()
@@ -58,7 +58,7 @@ def follow_graph(
 def _summed(tracker: Tracker, split: SplitRegion) -> Dims:
     """Return the factors of a region's sums: their rows are the tokens'.
 
-    So are those of what they are added to, of the weights, and of the experts that are chosen.
+    So are the rows of their base, of the weights, and of the experts that are chosen.
     """
     found = split.found
     tokens, columns = tracker.dims(found.tokens)
@@ -72,7 +72,7 @@ def _summed(tracker: Tracker, split: SplitRegion) -> Dims:
 
 
 def _start(tracker: Tracker, node: fx.Node, lost: dict[fx.Node, str]) -> None:
-    """Begin anew at `node`: if it depends on the batch, it is known to have been lost."""
+    """Begin anew at `node`; a node whose sizes are not known is noted as lost."""
     try:
         tracker.start(node)
     except Lost as refused:
@@ -80,7 +80,7 @@ def _start(tracker: Tracker, node: fx.Node, lost: dict[fx.Node, str]) -> None:
 
 
 def inside(split: SplitRegion) -> set[fx.Node]:
-    """Return what sends counts, and brings rows to their experts and back to the sums."""
+    """Return the nodes that send counts, and bring rows to their experts and back to the sums."""
     region, found, dependence = split.region, split.found, split.region.facts.dependence
     sent = dependence.below([region.counts]) & dependence.above([region.count_exchange])
     return {

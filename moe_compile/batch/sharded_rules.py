@@ -2,9 +2,9 @@
 
 Contract
     A `DTensor` has the sizes of the whole: each dimension that it shards has the ranks as its
-    outer factors. A rank's own part of it has one index of these. What collectives of a graph
-    gather is the same with each rank's rows one after another, as torch writes it.
-    Only what is even is followed: every rank has as many indices.
+    outer factors. A rank's own part of it has one index of these. A gather by a collective of the
+    graph is the same, with the ranks' rows one after another, as torch writes it.
+    Only even sharding is followed: every rank has as many indices.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from moe_compile.graph.query import (
 
 METHODS: Final = frozenset({"to_local", "redistribute"})
 MADE_OF: Final = frozenset({"device_mesh", "placements", "run_check", "grad_placements"})
-"""Arguments that leave the sizes of a `DTensor` to be told by its ranks' parts."""
+"""Arguments that leave the sizes of a `DTensor` to follow from its ranks' parts."""
 ABOUT: Final = frozenset({"device_mesh", "placements"})
 """Attributes of a `DTensor` that are the same for any part of the batch."""
 
 
 def sharded_rule(node: fx.Node) -> Callable[[Tracker, fx.Node], Dims] | None:
-    """Return how factors are followed through `node`, None where it is of another kind."""
+    """Return the rule for factors of `node`, None where it is of another kind."""
     if is_wait(node):
         return _kept
     if is_launch(node):
@@ -57,24 +57,24 @@ def dtensor_of(node: fx.Node) -> DTensor | None:
 
 
 def is_about_ranks(node: fx.Node) -> bool:
-    """Whether the node reads of a `DTensor` on which ranks it lies, and nothing that these have."""
+    """Whether the node reads the mesh or placements of a `DTensor`, and none of its values."""
     is_attribute = called_name(node) == "getattr" and node.args[1] in ABOUT
     source = node.args[0] if is_attribute else None
     return isinstance(source, fx.Node) and dtensor_of(source) is not None
 
 
 def takes_own_part(node: fx.Node) -> bool:
-    """Whether the node takes of a `DTensor` what this rank has of it."""
+    """Whether the node takes this rank's part of a `DTensor`."""
     return sharded_rule(node) is _to_local
 
 
 def keeps_indices(launch: fx.Node) -> bool:
-    """Whether the collective gives each rank what other ranks have of the same indices."""
+    """Whether the collective gives each rank the values that others have at the same indices."""
     return overload_name(launch).partition("::")[2] in COLLECTIVES
 
 
 def summed_over(node: fx.Node) -> tuple[int, ...]:
-    """Return the ranks, in order, that each have a term of a sum in what `node` is given."""
+    """Return the ranks, in order, whose inputs of `node` are the terms of one sum."""
     if is_launch(node) and "sum" in node.args:
         op = overload_name(node).partition("::")[2]
         return _ranks_of_group(node) if op in ("all_reduce", "reduce_scatter_tensor") else ()
@@ -97,7 +97,7 @@ def same_on(node: fx.Node) -> tuple[int, ...]:
 
 
 def _along(whole: DTensor, is_so: Callable[[Placement], bool]) -> tuple[int, ...]:
-    """Return the ranks along the axes of a mesh along which a `DTensor` is placed so."""
+    """Return the ranks along the mesh axes whose placement of a `DTensor` `is_so`."""
     mesh, place = whole.device_mesh, whole.device_mesh.get_coordinate()
     chosen = [is_so(placement) for placement in whole.placements]
     if place is None or not any(chosen):
@@ -144,7 +144,7 @@ def _to_local(tracker: Tracker, node: fx.Node) -> Dims:
 
 
 def _one_index(tracker: Tracker, node: fx.Node, dim: list[Factor], num_ranks: int) -> list[Factor]:
-    """Return what a dimension has left for one of so many ranks that share it."""
+    """Return the factors of a dimension that one of `num_ranks` ranks has."""
     if size_of(dim) % num_ranks:
         raise Lost(f"{operator_at(node)} is shared unevenly")
     ranks, own = regroup(dim, [num_ranks, size_of(dim) // num_ranks])

@@ -1,7 +1,7 @@
-"""Factors of rows: are they scores of the rows' own tokens.
+"""A check that factors of rows are scores of the rows' own tokens.
 
 Contract
-    Raises Left unless each factor is proven to be, row by row, what a tensor has for the row's
+    Raises Left unless each factor is proven to be, row by row, a tensor's entry for the row's
     token, or for its token and choice: the rows of a part then have the same factors.
 """
 
@@ -50,7 +50,7 @@ def check_factors(split: SplitRegion, tracker: Tracker) -> None:
 
 
 def _taken(factor: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the tensor whose rows `factor` takes and the index that says which."""
+    """Return the tensor whose rows `factor` takes, and the index of these rows."""
     node = factor
     while True:
         source = node.args[0] if node.args else None

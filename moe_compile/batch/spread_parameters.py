@@ -1,9 +1,9 @@
 """Parameters that are repeated for every index of the batch: a class token, learned queries.
 
 Contract
-    What a parameter is repeated to is made by each part in its own sizes, not cut: the gradient of
+    Each part repeats a parameter in its own sizes, instead of cutting the whole: the gradient of
     a part is the sum over its own indices, as accumulation over parts gives it.
-    Refused is what repeats elements in another way than one run of them behind another.
+    Repetitions other than one run of elements behind another are refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from moe_compile.graph.query import called_name, has_gradient, tensor_of
 EXPANDS: Final = frozenset({"expand", "broadcast_to"})
 REPEATS: Final = frozenset({"repeat", "tile"})
 OTHERS: Final = frozenset({"expand_as", "repeat_interleave", "index_select", "embedding", "gather"})
-"""What repeats elements too, and is not made anew in other sizes."""
+"""Other operators that repeat elements, which are not made anew in other sizes."""
 
 
 def is_spread(node: fx.Node, tracker: Tracker, batch: Factor) -> bool:
-    """Whether `node`, which has the batch and depends on nothing that has, repeats a parameter."""
+    """Whether `node`, with the batch and no input that depends on it, repeats a parameter."""
     name = called_name(node)
     if not has_gradient(node) or name not in EXPANDS | REPEATS | OTHERS:
         return False
@@ -34,12 +34,12 @@ def is_spread(node: fx.Node, tracker: Tracker, batch: Factor) -> bool:
 
 
 def repeats_in(node: fx.Node, sizes: list[int]) -> list[int]:
-    """Return how often a call of `repeat` repeats each dimension to have such `sizes`."""
+    """Return the repetitions of each dimension by which `repeat` gives `sizes`."""
     return [size // given for size, given in zip(sizes, _given_sizes(node), strict=True)]
 
 
 def _is_outermost(node: fx.Node, tracker: Tracker, batch: Factor) -> bool:
-    """Whether each index of the batch has the same elements, whatever comes before it."""
+    """Whether each index of the batch has the same elements."""
     dims: Dims = tracker.dims(node)
     along = next(i for i, dim in enumerate(dims) if holds(dim, batch))
     given = _given_sizes(node)[along]
@@ -50,7 +50,7 @@ def _is_outermost(node: fx.Node, tracker: Tracker, batch: Factor) -> bool:
 
 
 def _given_sizes(node: fx.Node) -> list[Any]:
-    """Return the sizes of what is repeated, as of as many dimensions as there are then."""
+    """Return the sizes of the tensor repeated, with 1 for each dimension that is added."""
     whole, given = tensor_of(node), tensor_of(moved(node))
     assert whole is not None and given is not None
     return [1] * (whole.dim() - given.dim()) + list(given.shape)

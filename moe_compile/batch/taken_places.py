@@ -2,9 +2,9 @@
 
 Contract
     Of `x[:, i]` the places are those of i. Of `x[p, i]`, where p counts the indices of the first
-    dimension, `torch.arange(len(x))`, each takes of its own: p is followed as that dimension, and a
-    part counts its own anew. So with `x[p, i] = y`. Numbers that are read in any other way too are
-    those of the whole: such an index is not followed.
+    dimension, `torch.arange(len(x))`, each takes from its own: p is followed as that dimension, and
+    a part counts its own anew. The same holds for `x[p, i] = y`. If p is read in any other way too,
+    its numbers are those of the whole: such an index is not followed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_compile.graph.query import is_integer, operator_at, tensor_of
 from moe_compile.graph.torch_calls import torch_name
 
 FORMS: Final = frozenset({"view", "reshape", "unsqueeze", "to", "long", "contiguous"})
-"""What p may be on its way to an index, beside `p[:, None]`."""
+"""Methods that p may go through on its way to an index, beside `p[:, None]`."""
 BOUNDS: Final = {"start", "end", "step"}
 INDEXED: Final = (operator.getitem, operator.setitem)
 
@@ -34,7 +34,7 @@ def is_taken(node: fx.Node) -> bool:
 
 
 def taken(tracker: Tracker, node: fx.Node) -> Dims:
-    """Return the factors of what is taken; of what is written to those of all of it."""
+    """Return the factors of the entries taken; for a write, those of the whole tensor."""
     source = _source(node)
     indices = _aligned(_indices(node), len(tracker.dims(source)))
     several = [i for i, one in enumerate(indices) if isinstance(one, fx.Node | int)]
@@ -48,7 +48,7 @@ def taken(tracker: Tracker, node: fx.Node) -> Dims:
 
 
 def _aligned(indices: list[Any], num_dims: int) -> list[Any]:
-    """Return one index for each dimension, beside those that make one."""
+    """Return one index for each dimension, plus a None for each new one."""
     given = indices if ... in indices else [*indices, ...]
     at, named = given.index(...), sum(one is not None and one is not ... for one in given)
     return [*given[:at], *[slice(None)] * (num_dims - named), *given[at + 1 :]]
@@ -57,7 +57,7 @@ def _aligned(indices: list[Any], num_dims: int) -> list[Any]:
 def _places(
     tracker: Tracker, node: fx.Node, indices: Sequence[Any], several: Sequence[int]
 ) -> Dims:
-    """Return the factors of the places that are named; note those that are not treated apart."""
+    """Return the factors of the places that are indexed; note those that are not treated apart."""
     dims: Dims = []
     rest = iter(tracker.dims(_source(node)))
     for i, one in enumerate(indices):
@@ -85,7 +85,7 @@ def _indices(node: fx.Node) -> list[Any]:
 
 
 def _broadcast(tracker: Tracker, indices: Sequence[Any]) -> Dims:
-    """Return the factors that tensors have together, which are indices at the same time."""
+    """Return the common factors of tensors that index together."""
     each = [tracker.dims(one) for one in indices if isinstance(one, fx.Node)]
     together: Dims = [[] for _ in range(max(map(len, each)))]
     for dims in each:
@@ -133,7 +133,7 @@ def _adds_dimensions(node: fx.Node) -> bool:
 
 
 def counts_places(node: fx.Node) -> bool:
-    """Whether the node counts from 0, and all read it as the places of a first dimension."""
+    """Whether the node counts from 0, and all readers use it as places of a first dimension."""
     if _counted(node) is None:
         return False
     todo = [node]
@@ -149,7 +149,7 @@ def counts_places(node: fx.Node) -> bool:
 
 
 def _is_first_of_several(user: fx.Node, index: fx.Node) -> bool:
-    """Whether `user` is `x[index, ...]`, by other indices too, and reads `index` but there."""
+    """Whether `user` is `x[index, ...]`, by other indices too, and reads `index` only there."""
     if user.target not in INDEXED or _source(user) is index:
         return False
     first, *others = _indices(user)
@@ -158,7 +158,7 @@ def _is_first_of_several(user: fx.Node, index: fx.Node) -> bool:
 
 
 def _write(tracker: Tracker, node: fx.Node, places: Dims) -> None:
-    """Name alike what is written and where it is written to."""
+    """Unify the factors of the tensor written and of the places it is written to."""
     value = node.args[2]
     if not isinstance(value, fx.Node):
         return

@@ -1,13 +1,13 @@
-"""Tokens that ranks have alike, and share out: each routes as many, and the results are summed.
+"""Tokens that ranks have in common and divide: each routes as many, and results are summed.
 
 Contract
     A `TokenShare` is proven: of T tokens that all of n ranks have, this rank sends the rows of its
-    n-th part, in the order of ranks, and what these return is added up over the ranks, with
-    nothing else done to it before than sums, views and casts. Whichever rank sends a token's rows,
-    the sums are the same but for the order of terms: a part of the batch is shared out by the same
-    rule, as the program does with a smaller batch.
-    That all of the ranks have the same parameters and buffers, and run the same program, is taken
-    for granted, as `DTensor` takes it.
+    n-th part, in the order of ranks. Their results are added up over the ranks, after nothing but
+    sums, views and casts. Whichever rank sends a token's rows, the sums are the same except for
+    the order of terms: a part of the batch is divided by the same rule, as the program does with a
+    smaller batch.
+    All of the ranks are assumed to have the same parameters and buffers, and to run the same
+    program, as `DTensor` assumes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_compile.regions.token_regions import TokenRows
 
 
 def find_share(region: MoERegion, found: TokenRows) -> TokenShare | None:
-    """Return the share of which a region has the rows, None where it has those of all tokens.
+    """Return the share of tokens whose rows a region has, None where it has rows of all.
 
     Raises Left where the rows are those of other tokens, or their sums are not added up over the
     ranks that have the others.
@@ -66,7 +66,7 @@ def find_share(region: MoERegion, found: TokenRows) -> TokenShare | None:
 
 
 def _rows(node: fx.Node | None) -> int:
-    """Return how many rows a matrix has; 0 where that is not known."""
+    """Return the number of rows of a matrix; 0 where it is not known."""
     return 0 if node is None else known_rows(node)
 
 
@@ -99,20 +99,20 @@ def _summing_ranks(region: MoERegion, found: TokenRows, size: int, number: int) 
 
 
 def _may_be_done_to_sums(node: fx.Node) -> bool:
-    """Whether `node` may as well be done to a sum of what it is done to."""
+    """Whether `node` may be applied to a sum instead of its terms."""
     is_move = is_movement(node) and not is_launch(node)
     return is_move or torch_name(node) in CASTS or torch_name(node) == "add"
 
 
 class _Summing:
-    """What adds up terms over ranks."""
+    """The set of nodes that add up terms over ranks."""
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, fx.Node) and bool(summed_over(node))
 
 
 def dims_of_slice(tracker: Tracker, node: fx.Node, split: SplitRegion) -> Dims | None:
-    """Return the factors of what a share takes; None where it is taken of something else."""
+    """Return the factors of a slice by a share; None where it is a slice of other rows."""
     tokens, source = (tracker.dims(n) for n in (split.found.tokens, node.all_input_nodes[0]))
     if split.share is None or flat(tokens[0]) != flat(source[0]):
         return None
@@ -126,9 +126,9 @@ def check_share(
     tracker: Tracker,
     given: Collection[fx.Node],
 ) -> None:
-    """Refuse unless all of the ranks have the tokens, and their experts and scores.
+    """Refuse unless all of the ranks have the tokens, with their experts and scores.
 
-    `given` are inputs of the graph that have the batch: whether ranks have the same, none tells.
+    `given` are inputs of the graph that have the batch: these may differ by rank.
     """
     found, ranks = split.found, {*share.ranks}
     assert found.chosen is not None

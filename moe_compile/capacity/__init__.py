@@ -1,1 +1,1 @@
-"""Experts with a capacity: equal parts travel, so that the axis of experts is in the shapes."""
+"""Experts with a capacity: equal parts are exchanged, so shapes have a dimension of experts."""

@@ -2,27 +2,26 @@
 
 Contract
     Every even all-to-all is of a region, or meant to be of one and refused with a reason, or not
-    spoken of: sequence, heads, parts of a batch and rows of a table travel by even exchanges too.
-    It is meant to be of one where weights of its own stand against an index of what was received,
-    in a batched product or in products one by one, and an even exchange back follows. Where sizes
-    are symbols that is told by its form alone.
+    reported: sequences, heads, parts of a batch and rows of a table use even exchanges too.
+    It is meant to be of one if each index of a received dimension has weights of its own, in a
+    batched product or in products one by one, and an even exchange back follows. Where sizes
+    are symbols only the form is looked at.
     The answer is a function of the graph's structure, the same on every rank.
 
 Pseudo-code
     for each even all-to-all: back = the first even one below it, over the same group
-        follow factors through all that stands between them, noting products with weights
+        follow factors through all nodes between them, noting products with weights
         experts = a factor that weights share, or whose indices have weights of their own
-        prove that experts stay apart, from what is sent to what comes back
+        prove that experts stay apart, from the rows sent to the rows that come back
 
-Whether experts with a capacity stand between exchanges whose sizes are symbols.
-Says only that they were meant: factors are followed where sizes are numbers. Experts have
-weights by index, in a batched product, or each part of what is joined has weights of its own,
-all of one shape, as those of a loop over experts.
+Between exchanges whose sizes are symbols, experts with a capacity are only recognised, not proven:
+factors are followed where sizes are numbers. Experts have weights by index, in a batched product,
+or each part of a concatenation has weights of its own, all of one shape, as in a loop over
+experts.
 
-Prove that experts stay apart from what is sent to them to what they send back.
-Raises Left or Lost where the proof fails; the graph is not edited.
-What a chunk computes of its experts, forward and backward, is then what the whole region
-computes of them, but for how kernels round.
+The proof that experts stay apart, from the rows sent to them to the rows they send back, raises
+Left or Lost where it fails; the graph is not edited. A chunk then computes for its experts,
+forward and backward, the same as the whole region, except for the rounding of kernels.
 """
 
 from __future__ import annotations
@@ -61,20 +60,20 @@ from moe_compile.journal.reasons import Reason
 
 @dataclass(frozen=True, slots=True)
 class CapacityFound:
-    """What was found in one graph."""
+    """Regions and refusals found in one graph."""
 
     regions: tuple[CapacityRegion, ...] = ()
-    """In graph order."""
+    """Regions in graph order."""
     refused: tuple[Verdict, ...] = ()
-    """What was meant to be a region."""
+    """Refusals of candidates that were meant to be regions."""
     exchanges: frozenset[str] = frozenset()
-    """Names of the exchanges of both."""
+    """Names of the exchanges of regions and refusals."""
 
 
 def find_capacity_regions(
     facts: GraphFacts, taken: Collection[fx.Node], first: int
 ) -> CapacityFound:
-    """Return the regions of a Dynamo graph and what was refused.
+    """Return the regions and the refusals of a Dynamo graph.
 
     `taken` are exchanges of other regions, `first` is the number of the first region.
     """
@@ -103,7 +102,7 @@ def find_capacity_regions(
 def _back(
     dispatch: fx.Node, exchanges: Collection[fx.Node], below: Collection[fx.Node]
 ) -> fx.Node | None:
-    """Return the exchange that may bring back what `dispatch` sends: the first `below` it."""
+    """Return the exchange that may bring back the rows of `dispatch`: the first `below` it."""
     group = group_name(dispatch)
     return next((n for n in exchanges if n in below and group_name(n) == group), None)
 
@@ -143,7 +142,7 @@ def _follow(tracker: Tracker, body: list[fx.Node]) -> None:
             raise Left(Reason.COMMUNICATES, operator_at(node))
         try:
             tracker.follow(node)
-        except Lost as error:  # what is written further down tells what was meant
+        except Lost as error:  # nodes further down may show that a region was meant
             lost = lost or error
     if lost is not None:
         raise lost
@@ -238,7 +237,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 
 WHOLE: Final = -1
-"""Instead of an index: a value has all experts, in one dimension."""
+"""Stands for an index where a value has all experts, in one dimension."""
 
 
 def prove(
@@ -289,7 +288,7 @@ def _travelling(
     combine: fx.Node,
     result: fx.Node,
 ) -> Factor:
-    """Return the candidate that is in what is sent and in what comes back, beside the rank."""
+    """Return the candidate that rows have when sent and when back, apart from the rank."""
     if flat(tracker.sent[combine]) != flat([tracker.source[dispatch]]):
         raise Lost(
             f"{operator_at(combine)} does not send back what {operator_at(dispatch)} brought"
@@ -303,7 +302,7 @@ def _travelling(
 
 
 def _num_places(tracker: Tracker, node: fx.Node, experts: Factor) -> int:
-    """Return in how many dimensions `node` has the index of experts; raises inside a join."""
+    """Return the number of dimensions of `node` with the index of experts; raises inside a join."""
     factors = [factor for dim in tracker.dims(node) for factor in dim]
     if any(f is not experts and holds([f], experts) for f in factors):
         raise Lost(f"{operator_at(node)} joins several experts with something else")
@@ -313,7 +312,7 @@ def _num_places(tracker: Tracker, node: fx.Node, experts: Factor) -> int:
 def _experts_of_values(
     tracker: Tracker, experts: Factor, body: Sequence[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Return which expert each value is of, `WHOLE` where all are in it."""
+    """Return the expert of each value, `WHOLE` for a value that has all of them."""
     found: dict[fx.Node, int] = {}
     for node in body:
         places, index = _num_places(tracker, node, experts), tracker.picks(node).get(experts)
@@ -330,9 +329,9 @@ def _inputs_to_cut(
     body: Sequence[fx.Node],
     facts: GraphFacts,
 ) -> list[fx.Node]:
-    """Return what has the index of experts of what `body` reads from outside.
+    """Return the inputs of `body` from outside that have the index of experts.
 
-    Refuses what experts share and has a gradient: chunks would add that up in another order.
+    Refuses a shared input with a gradient: chunks would add that up in another order.
     """
     found = []
     for source, by in read_from_outside(body).items():
@@ -352,7 +351,7 @@ def _inputs_to_cut(
 
 
 def _check_gradients(region: CapacityRegion, expert_of: Mapping[fx.Node, int]) -> None:
-    """Refuse a region of which a chunk would go without its exchanges in the backward pass."""
+    """Refuse a region of which a chunk would lack its exchanges in the backward pass."""
     if has_gradient(region.dispatch):
         lost = next((node for node in region.body if not has_gradient(node)), None)
         if lost is not None:

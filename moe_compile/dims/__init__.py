@@ -1,1 +1,1 @@
-"""Which parts of which dimensions of a tensor are heads, experts or sequences of the batch."""
+"""Factors of a tensor's dimensions that are heads, experts or sequences of the batch."""

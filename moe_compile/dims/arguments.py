@@ -1,8 +1,8 @@
-"""What a node calls, and the arguments of what moves data, by position or by name.
+"""Names of operators that nodes call, and arguments of those that move data.
 
 Contract
-    A call that names an argument which its operator is not known to have raises Lost: nothing is
-    taken from a default that the call may replace.
+    A call that names an argument which its operator is not known to have raises Lost: no default is
+    used that the call may replace.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "cat": ("tensors", "dim"),
     "stack": ("tensors", "dim"),
 }
-"""What moves data -> its arguments in order, the value that it moves first."""
+"""Operator that moves data -> its arguments in order, the value that it moves first."""
 
 CASTS: Final = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16"})
-"""Only their first argument gives values."""
+"""Casts: only their first argument gives values."""
 HOMES: Final = (torch, torch.functional, F, torch._C._nn, operator)
 """Modules whose functions are known by name."""
 ALSO_CALLED: Final = {
@@ -59,7 +59,7 @@ ALSO_CALLED: Final = {
 
 
 def argument(call: fx.Node, name: str, default: Any = None) -> Any:
-    """Return what `call`, of an operator in `PARAMETERS`, is given as `name`, or `default`."""
+    """Return the argument `name` of `call`, of an operator in `PARAMETERS`, or `default`."""
     parameters = PARAMETERS[called_name(call)]
     names = {ALSO_CALLED.get(given, given): given for given in call.kwargs}
     if unknown := sorted(names.keys() - set(parameters)):

@@ -1,9 +1,9 @@
-"""Named factors: of which products the dimensions of a tensor are made, through views and moves.
+"""Named factors whose products are the dimensions of a tensor, through views and moves.
 
 Contract
     A dimension is a list of factors, outer first; a factor that is split, or found to be the same
     as others, is split or renamed wherever it was mentioned before.
-    What cannot be followed raises Lost; nothing is guessed.
+    An operator that cannot be followed raises Lost; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Factor:
 
     size: int
     parts: list[Factor] | None = None
-    """What it was found to consist of, outer first; None while it is whole."""
+    """Factors that it was found to consist of, outer first; None while it is whole."""
     pieces: tuple[list[Factor], ...] = ()
     """For a concatenation: the factors of every piece."""
 
@@ -98,7 +98,7 @@ def unify(left: Sequence[Factor], right: Sequence[Factor], *, prefix: bool = Fal
             if a[0].pieces or b[0].pieces:
                 raise Lost("a concatenation meets another dimension")
             b[0].parts = [a[0]]
-            a, b = flat(a), flat(b)  # what was renamed may stand further on too, in both
+            a, b = flat(a), flat(b)  # a renamed factor may stand further on too, in both
         a.pop(0)
         b.pop(0)
     if a or (b and not prefix):

@@ -1,7 +1,7 @@
 """The factors of the tensors that one node makes on its way, and one operator among them.
 
 Contract
-    Tensors are told apart by identity. One that comes of nowhere has factors of its own. A tensor
+    Tensors are told apart by identity. One without a known source has factors of its own. A tensor
     has all indices of a factor, in a dimension, or one, which its picks name.
 """
 
@@ -23,13 +23,13 @@ from moe_compile.graph.query import operator_at
 Picks = dict[Factor, int]
 """Factor -> the one index of it that a value was made from."""
 Picked = list[tuple[Factor, int]]
-"""The same, as it was noted: factors may have been split since."""
+"""Picks as they were noted: factors may have been split since."""
 Each = tuple[Dims | None, ...]
 """The factors of every result; None of one that is not followed."""
 
 
 class Notes:
-    """What operators were found to do to factors."""
+    """Effects of operators on factors, as found so far."""
 
     def __init__(self) -> None:
         """Start with nothing found."""
@@ -53,14 +53,14 @@ class Notes:
 
 @dataclass(slots=True)
 class Followed:
-    """A tensor, and what is known of it."""
+    """A tensor, with its factors and picks."""
 
     tensor: torch.Tensor
     """Kept, so that its identity stays its own."""
     dims: Dims | None
     picked: Picked = field(default_factory=list)
     origin: fx.Node | None = None
-    """What tracking began at that it is, or is another form of."""
+    """The node at which tracking began, if the tensor is its value or another form of it."""
 
 
 class Flow:
@@ -72,27 +72,27 @@ class Flow:
         self._known: dict[int, Followed] = {}
         self._origins: dict[fx.Node, Followed] = {}
         self.whole_of: dict[int, Followed] = {}
-        """Identity of a piece -> what was cut into it and others."""
+        """Identity of a piece -> the tensor that was cut into it and others."""
 
     def give(self, known: Followed) -> None:
-        """Say what is known of a tensor that the node reads."""
+        """Set the factors of a tensor that the node reads."""
         self.put(known)
         if known.origin is not None:
             self._origins[known.origin] = known
 
     def factors_of(self, origin: fx.Node) -> list[Factor]:
-        """Return the factors of what tracking began at."""
+        """Return the factors of a node at which tracking began."""
         return [factor for dim in self._origins[origin].dims or () for factor in flat(dim)]
 
     def put(self, known: Followed) -> None:
-        """Say what is known of a tensor; raises Lost unless its sizes agree."""
+        """Set the factors of a tensor; raises Lost unless its sizes agree."""
         dims = known.dims
         if dims is not None and [size_of(dim) for dim in dims] != self.sizes(known.tensor):
             raise self.lost("has other sizes than were followed to it")
         self._known[id(known.tensor)] = known
 
     def of(self, tensor: torch.Tensor) -> Followed:
-        """Return what is known of a tensor."""
+        """Return a tensor with its factors; new ones if it was not met yet."""
         if id(tensor) not in self._known:
             self.put(Followed(tensor, [[Factor(size)] for size in self.sizes(tensor)]))
         return self._known[id(tensor)]
@@ -105,7 +105,7 @@ class Flow:
         return [flat(dim) for dim in dims]
 
     def sizes(self, tensor: torch.Tensor) -> list[int]:
-        """Return the sizes of a tensor, or what stands for them."""
+        """Return the sizes of a tensor, or the numbers that stand for them."""
         return [self._numbers.product_of(size) for size in tensor.shape]
 
     def close(self, dims: Iterable[list[Factor]]) -> None:
@@ -113,7 +113,7 @@ class Flow:
         self.notes.closed += [(self.node, dim) for dim in dims]
 
     def write(self, written: Followed) -> None:
-        """Close what is written through a view, and is not told apart in what has the memory."""
+        """Close factors of a tensor written through a view that others of its memory lack."""
         memory = storages_of(written.tensor)
         for other in [*self._known.values()]:
             if other is not written and storages_of(other.tensor) & memory:
@@ -122,21 +122,21 @@ class Flow:
                 self.close([f] for f in own if not any(holds(d, f) for d in other.dims or ()))
 
     def lost(self, why: str) -> Lost:
-        """Return that factors are not followed through the node."""
+        """Return the error that factors are not followed through the node."""
         return Lost(f"{operator_at(self.node)} {why}")
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Operator):
-    """One operator, with the factors of what it reads."""
+    """One operator, with the factors of its inputs."""
 
     flow: Flow
     picked: list[Picked]
-    """Of each result: the indices that it was made from. Of all that is read, until a rule says
-    otherwise."""
+    """For each result, the indices that it was made from: those of all inputs, unless a rule
+    changes them."""
 
     def dims(self, tensor: torch.Tensor | None = None) -> Dims:
-        """Return the factors of what is read; of the first tensor where none is named."""
+        """Return the factors of an input; of the first tensor where none is named."""
         return self.flow.dims(self.inputs[0] if tensor is None else tensor)
 
     def sizes(self, number: int = 0) -> list[int]:
@@ -148,11 +148,11 @@ class Call(Operator):
         self.flow.close(dims)
 
     def cuts(self) -> None:
-        """Say that the results are pieces of the first tensor."""
+        """Note that the results are pieces of the first tensor."""
         self.flow.whole_of |= {id(one): self.flow.of(self.inputs[0]) for one in self.outputs}
 
     def lost(self, why: str) -> Lost:
-        """Return that factors are not followed through the call."""
+        """Return the error that factors are not followed through the call."""
         return self.flow.lost(why)
 
     def named(self, num_dims: int) -> list[int]:
@@ -173,7 +173,7 @@ class Call(Operator):
     def meeting(self, left: list[Factor], right: list[Factor]) -> list[Factor]:
         """Return the factors of a dimension that two tensors share, one broadcast perhaps.
 
-        Where they are no products of the same, the dimension is one of its own.
+        Where these are no products of the same factors, the dimension gets a factor of its own.
         """
         left, right = flat(left), flat(right)
         if not left or not right:
@@ -190,7 +190,7 @@ Rule = Callable[[Call], Dims | Each]
 
 
 def common_picks(notes: Notes, node: fx.Node, each: Sequence[Picks]) -> tuple[Factor | None, Picks]:
-    """Return the factor whose indices `each` are, all in order, and what they share."""
+    """Return the factor whose indices `each` are, all in order, and the picks that they share."""
     together = [
         factor
         for factor in each[0]

@@ -1,9 +1,9 @@
 """Follow factors through any node that calls torch: by the aten operators that it runs.
 
 Contract
-    The node runs once, on the fake tensors that the tracer stored of what it reads. What the
-    operators do to factors is in one table, `dims/operators.py`; one that is not there raises Lost.
-    A node that draws random numbers, or calls what is not torch's, raises Lost.
+    The node runs once, on the fake tensors that the tracer stored of its inputs. The rules of
+    operators are in one table, `dims/operators.py`; an operator that is not there raises Lost.
+    A node that draws random numbers, or calls a function that is not torch's, raises Lost.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NOT_FOLLOWED: Final = "is no operator that factors are followed through"
 AS_ONE: Final = {
     "scaled_dot_product_attention": torch.ops.aten.scaled_dot_product_attention.default
 }
-"""Functions that torch takes apart by device, and that are followed as one operator."""
+"""Functions that torch decomposes by device, and that are followed as one operator."""
 
 
 def run_node(
     flow: Flow, known: Callable[[fx.Node], Followed], instead: Mapping[str, Any] | None = None
 ) -> Any:
-    """Return what `flow.node` makes, whose tensors are in `flow` then; `known` has what it reads.
+    """Return the result of `flow.node`, with its tensors in `flow`; `known` gives its inputs.
 
     With `instead` the node is given these arguments, all by name.
     """
@@ -79,7 +79,7 @@ def _may_run(node: fx.Node) -> bool:
 
 
 def recorder_of(flow: Flow) -> Recorder:
-    """Return what follows factors through the operators that run under it."""
+    """Return the recorder that follows factors through the operators that run under it."""
     return Recorder(lambda one: follow_one(flow, one), is_known)
 
 
@@ -89,7 +89,7 @@ def follow_one(flow: Flow, one: Operator) -> None:
     if not is_one and draws_by_schema(one.func, one.args, one.kwargs):
         raise flow.lost("draws random numbers")
     if not one.inputs:
-        if operator_name(one.func) not in UNIFORM:  # it tells places, as `arange` does
+        if operator_name(one.func) not in UNIFORM:  # its values differ by place, as of `arange`
             flow.close(dim for tensor in one.outputs for dim in flow.dims(tensor))
         return
     if not one.outputs:
@@ -100,5 +100,5 @@ def follow_one(flow: Flow, one: Operator) -> None:
 
 
 def results(made: Any) -> list[torch.Tensor]:
-    """Return the tensors among what a node makes."""
+    """Return the tensors among the results of a node."""
     return [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]

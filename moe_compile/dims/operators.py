@@ -1,12 +1,12 @@
-"""What each aten operator does to the factors of the dimensions that it reads: one table.
+"""Rules of aten operators for the factors of the dimensions they read: one table.
 
 Contract
     A rule returns the factors of the dimensions of the result; of several results that differ, a
     tuple. A factor that is in the result is kept: an element comes of elements of the same index.
-    What is summed over, mixed or put in other places the rule closes; one index of a factor is
-    picked, and all of them in order are joined again.
-    An operator of no known kind raises Lost: it is taken apart as torch does, or refused.
-    A write in place is followed as what it writes; whose memory it is, is asked elsewhere.
+    The rule closes a factor that is summed over, mixed or moved to other places; one index of a
+    factor is picked, and all of them in order are joined again.
+    An operator of no known kind is decomposed as torch does, or raises Lost.
+    A write in place is followed like its result; whose memory it is, is checked elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_compile.dims.record import SAME_VALUES
 
 
 def pointwise(call: Call) -> Dims:
-    """Follow elements that come of elements, broadcast; what is written keeps its dimensions."""
+    """Follow elements that come of elements, broadcast; a tensor written keeps its dimensions."""
     sizes = call.sizes()
     dims: Dims = [[] for _ in sizes]
     for source in call.inputs:
@@ -36,7 +36,7 @@ def pointwise(call: Call) -> Dims:
 
 
 def _formed(call: Call) -> Dims:
-    """Follow what deals factors out to other dimensions, in order: its sizes say how."""
+    """Follow an operator that regroups factors into dimensions, in order, by its sizes."""
     return regroup([factor for dim in call.dims() for factor in dim], call.sizes())
 
 
@@ -63,7 +63,7 @@ def _reduced(call: Call) -> Dims:
 
 
 def _along(call: Call) -> Dims:
-    """Follow what keeps all dimensions, and treats apart the indices of those it does not name."""
+    """Follow an operator that keeps all dimensions, and mixes only indices of those it names."""
     given, sizes = call.dims(), call.sizes()
     if len(sizes) < len(given):
         return _reduced(call)
@@ -76,7 +76,7 @@ def _along(call: Call) -> Dims:
 
 
 def _padded(call: Call) -> list[int]:
-    """Return the dimensions that are padded: two numbers for each, the last one first."""
+    """Return the dimensions that are padded; `pad` has two numbers for each, the last first."""
     last, pad = call.inputs[0].dim() - 1, call.argument("pad") or call.argument("padding")
     return [last - i // 2 for i in range(0, len(pad), 2) if pad[i] != 0 or pad[i + 1] != 0]
 
@@ -108,7 +108,7 @@ def _unbound(call: Call) -> Each:
 
 
 def _cut(call: Call) -> Each:
-    """Follow pieces: each has one index of an outer factor, or is of those that were joined."""
+    """Follow pieces: each has one index of an outer factor, or is one that was joined before."""
     dims = call.dims()
     at = call.from_left(call.argument("dim"), len(dims))
     sizes = [call.sizes(i)[at] for i in range(len(call.outputs))]
@@ -137,7 +137,7 @@ def _outer_of(dim: list[Factor], sizes: list[int]) -> Factor | None:
 
 
 def _join(call: Call) -> Factor | None:
-    """Give the result what all parts share, and return the factor whose indices they are."""
+    """Give the result the picks that all parts share; return the factor whose indices they are."""
     notes, node = call.flow.notes, call.node
     each = [notes.settled(node, call.flow.of(part).picked) for part in call.inputs]
     joined, shared = common_picks(notes, node, each)
@@ -172,7 +172,7 @@ def _stacked(call: Call) -> Dims:
 
 
 def _squared(call: Call) -> Dims:
-    """Follow what tells the places of the last two dimensions."""
+    """Follow an operator that depends on places in the last two dimensions."""
     dims = call.dims()
     call.close(*dims[-2:])
     return dims
@@ -204,7 +204,7 @@ def _placed(call: Call) -> Dims:
 
 
 def _indexed(call: Call) -> Dims:
-    """Follow what one tensor of integers takes of one dimension."""
+    """Follow an index by one tensor of integers along one dimension."""
     dims, given = call.dims(), call.argument("indices")
     if given is None:
         given = [*[None] * call.named(len(dims))[0], call.argument("index")]
@@ -232,7 +232,7 @@ def _masked(call: Call) -> Dims:
 
 
 def _made(call: Call) -> Dims:
-    """Begin anew: what is made of numbers has the sizes of another tensor and nothing of it."""
+    """Begin anew: a tensor of constants has the sizes of another one and none of its values."""
     call.picked[0].clear()
     return [[Factor(size)] for size in call.sizes()]
 
@@ -249,7 +249,7 @@ def _normed(call: Call) -> Each:
 
 
 def _product(call: Call) -> Dims:
-    """Follow a product of matrices, batched or not, plus what it is added to."""
+    """Follow a product of matrices, batched or not, plus the tensor it is added to."""
     *added, left, right = call.inputs
     (*outer, rows, mine), (*same, its, columns) = call.dims(left), call.dims(right)
     for one, other in zip([*outer, mine], [*same, its], strict=True):
@@ -289,7 +289,7 @@ def _attended(call: Call) -> Each:
 
 
 def meet_outer(flow: Flow, each: list[Dims]) -> int:
-    """Name alike what attention treats apart of its operands; return how many dimensions it is."""
+    """Unify the dimensions that attention treats apart; return their number."""
     if len({len(one) for one in each}) > 1 or len(each[0]) < 3:
         raise flow.lost("attends over operands of different forms")
     num_outer = len(each[0]) - 2
@@ -350,16 +350,16 @@ RULES: Final[dict[str, Rule]] = {
     "view_as_complex": _as_complex,
     "view_as_real": _as_real,
 }
-"""Operator -> what it does to factors, beside those tagged pointwise and reductions."""
+"""Operator -> its rule for factors, beside those tagged pointwise and reductions."""
 
 UNIFORM: Final = frozenset({"zeros", "ones", "full", "empty", "scalar_tensor", "empty_strided"})
-"""What makes tensors of nothing that are the same at every index."""
+"""Operators without tensor inputs whose results are the same at every index."""
 
 
 def operator_name(func: torch._ops.OpOverload) -> str:
     """Return `mm` of `aten::mm` and `prims::mm`; other namespaces are kept.
 
-    One that writes in place has the name of that which does not.
+    An operator in place has the name of its functional form.
     """
     name = str(func._schema.name)
     return name.removeprefix("aten::").removeprefix("prims::").removesuffix("_")
@@ -367,7 +367,7 @@ def operator_name(func: torch._ops.OpOverload) -> str:
 
 @functools.cache
 def rule_of(func: torch._ops.OpOverload) -> Rule | None:
-    """Return how factors are followed through an operator, None for one of no known kind."""
+    """Return the rule for factors of an operator, None for one of no known kind."""
     name = operator_name(func)
     if (named := RULES.get(name)) is not None:
         return named
@@ -393,12 +393,12 @@ def _of_prims(
 
 
 def is_known(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator is followed, or refused, as it is: others are taken apart."""
+    """Whether an operator is followed, or refused, as it is: others are decomposed."""
     return rule_of(func) is not None or func.namespace not in ("aten", "prims")
 
 
 def follow_operator(call: Call) -> None:
-    """Find the factors of what an operator makes from those of what it reads."""
+    """Find the factors of the results of an operator from those of its inputs."""
     rule = rule_of(call.func)
     if rule is None:
         raise call.lost(f"runs {call.func}, which factors are not followed through")

@@ -2,8 +2,8 @@
 
 Contract
     Arguments are read by the names of the operator's schema, defaults included.
-    An operator of a backward is noted for the node whose backward it is. What makes no tensor and
-    writes none is not noted, nor what runs for no node.
+    An operator of a backward is noted for the node whose backward it is. An operator that makes and
+    writes no tensor, or runs for no node, is not noted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAME_VALUES: Final = frozenset({"_to_copy", "clone", "alias", "detach", "lift_fr
 UNTRACEABLE: Final = (
     RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError,
 )  # fmt: skip
-"""What running a node on fake tensors may raise where this torch cannot trace it."""
+"""Exceptions that a node may raise on fake tensors where this torch cannot trace it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +88,23 @@ def _always(func: torch._ops.OpOverload) -> bool:
 
 
 class Recorder(TorchDispatchMode):
-    """Hands on every operator that makes or writes tensors."""
+    """A mode that reports every operator that makes or writes tensors."""
 
     def __init__(
         self,
         note: Callable[[Operator], None],
         is_known: Callable[[torch._ops.OpOverload], bool] = _always,
     ) -> None:
-        """Call `note` for each operator; one that is not known is taken apart where torch can."""
+        """Call `note` for each operator; one that is not known is decomposed where torch can."""
         super().__init__()
         self._note, self._is_known = note, is_known
         self.node: fx.Node | None = None
         """The node that runs."""
         self._made_by: dict[Any, fx.Node | None] = {}
-        """Node of the graph of gradients -> whose backward it is."""
+        """Node of the graph of gradients -> the node whose backward it is."""
 
     def run(self, node: fx.Node | None, run: Callable[[], Any]) -> Any:
-        """Return what `run` makes, which is done for `node`, as its backward will be."""
+        """Return the result of `run`; its operators, and those of its backward, are of `node`."""
         self.node = node
         made = run()
         self.node = None

@@ -50,7 +50,7 @@ class SizeNumbers:
                 self.inputs.setdefault(self.number_of(value), node)
 
     def number_of(self, size: Any) -> int:
-        """Return what stands for a size, as a factor of its own where it is an expression."""
+        """Return the number that stands for a size, a prime of its own if it is an expression."""
         if not isinstance(size, torch.SymInt):
             return int(size)
         return self.number_for(expression_of(size), size)
@@ -64,7 +64,7 @@ class SizeNumbers:
         return self._number_of[formula]
 
     def product_of(self, size: Any) -> int:
-        """Return what stands for a size; Lost unless it is of numbers and inputs."""
+        """Return the number that stands for a size; Lost unless a product of numbers and inputs."""
         if not isinstance(size, torch.SymInt):
             return int(size)
         product, number = expression_of(size), 1

@@ -1,9 +1,9 @@
-"""The factors of the values of one region or graph, and what its operators do to them.
+"""The factors of the values of one region or graph, through its operators.
 
 Contract
-    A node is followed by the aten operators that it runs (`dims/operators.py`), but for exchanges
-    and waits, and for one of several results. What cannot be followed raises Lost.
-    Sizes are numbers, or what stands for products of symbols; any other raises Lost.
+    A node is followed by the aten operators that it runs (`dims/operators.py`), except exchanges,
+    waits, and items of several results. A node that cannot be followed raises Lost.
+    Sizes are numbers, or numbers that stand for products of symbols; any other raises Lost.
     `is_movement` names the operators that only move data; regions of attention have no others.
     A value has the indices of a factor all, in a dimension, or one, which `picks` names, as in a
     loop over experts. Values of several indices that meet close the factor; those of all, joined in
@@ -72,7 +72,7 @@ def is_movement(node: fx.Node) -> bool:
 
 
 def _keeps_type(form: fx.Node) -> bool:
-    """Whether elements stay what they are: `x.view(dtype)` makes others of the same bytes."""
+    """Whether elements keep their type: `x.view(dtype)` makes others of the same bytes."""
     made, given = tensor_of(form), tensor_of(form.all_input_nodes[0])
     return made is not None and given is not None and made.dtype is given.dtype
 
@@ -130,7 +130,7 @@ class Tracker(Notes):
         return sizes_of(node, self.numbers)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """Return what `node` reads, but for what tells the sizes and bounds of what it moves."""
+        """Return the inputs of `node`, without those that give sizes and bounds of a movement."""
         is_told = is_movement(node) or node.target in (operator.getitem, operator.setitem)
         written = node.args[2] if node.target is operator.setitem else None
         return [
@@ -145,7 +145,7 @@ class Tracker(Notes):
         self._started[node] = None
 
     def put(self, node: fx.Node, dims: Dims) -> None:
-        """Say what the factors of `node` are; raises Lost unless its sizes agree."""
+        """Set the factors of `node`; raises Lost unless its sizes agree."""
         if tensor_of(node) is not None and [size_of(dim) for dim in dims] != self.sizes_of(node):
             raise Lost(f"{operator_at(node)} has other sizes than were followed to it")
         self._dims[node] = dims
@@ -155,7 +155,7 @@ class Tracker(Notes):
         return tuple(self._started)
 
     def dims(self, node: fx.Node) -> Dims:
-        """Return the factors of `node`; of one that cuts, those of what it cuts."""
+        """Return the factors of `node`; of one that cuts, those of its input."""
         if node not in self:
             raise Lost(f"{operator_at(node)} was not followed")
         return [flat(dim) for dim in self._dims[node]]
@@ -178,7 +178,7 @@ class Tracker(Notes):
             if source not in self:
                 self.start(source)
         self._picked[node] = [pair for source in sources for pair in self.picks(source).items()]
-        self.picks(node)  # closes what meets here
+        self.picks(node)  # closes factors whose indices meet here
 
     def follow(self, node: fx.Node, *, may_write: bool = False) -> None:
         """Find the factors of `node` from those of its inputs; those from outside begin here."""
@@ -194,7 +194,7 @@ class Tracker(Notes):
             self.run(node, sources)
 
     def run(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
-        """Follow factors through a node by what it runs."""
+        """Follow factors through a node by the operators that it runs."""
         made, flow = self.made_by(node, sources)
         each = [flow.of(tensor) for tensor in results(made)]
         whole = each[0]
@@ -211,7 +211,7 @@ class Tracker(Notes):
     def made_by(
         self, node: fx.Node, sources: Sequence[fx.Node], instead: dict[str, Any] | None = None
     ) -> tuple[Any, Flow]:
-        """Return what `node` makes, and what is known of its tensors.
+        """Return the result of `node`, and the factors of its tensors.
 
         With `instead` the node is given these arguments, all by name.
         """
@@ -230,7 +230,7 @@ class Tracker(Notes):
     def put_several(
         self, node: fx.Node, each: Sequence[Dims | None], picked: Sequence[Picked] | None = None
     ) -> None:
-        """Say what the factors are of each tensor that `node` makes."""
+        """Set the factors of each tensor that `node` makes."""
         picked = [[] for _ in each] if picked is None else picked
         self._several[node] = list(zip(each, picked, strict=True))
 

@@ -1,8 +1,8 @@
-"""Which tensors of a post-grad graph share memory when it runs.
+"""Classes of tensors of a post-grad graph that share memory when it runs.
 
 Contract
-    Two tensors are of one class when their fake values share storage, or when one is what a wait
-    returns for the other: the tracer gives the result of a wait a storage of its own, the run
+    Two tensors are of one class when their fake values share storage, or when a wait returns one
+    for the other: the tracer gives the result of a wait a storage of its own, the run
     does not.
 """
 
@@ -29,5 +29,5 @@ class AliasClasses:
                     self._same_as.setdefault(storage, min(classes))
 
     def of(self, *nodes: fx.Node) -> frozenset[int]:
-        """Return the classes of what the nodes produce."""
+        """Return the classes of the tensors that the nodes produce."""
         return frozenset(self._same_as.get(s, s) for node in nodes for s in storages(node))

@@ -1,10 +1,10 @@
 """Nodes that give back the very tensor they are given: `x.to(x.dtype)`, `x.contiguous()`.
 
 Contract
-    Such a node has no place in the graph of gradients: what reads it adds its term to the gradient
+    Such a node has no place in the graph of gradients: its readers add their terms to the gradient
     of the tensor itself. The tracer kept one value for both.
-    What writes a tensor in place and gives it back, `x.mul_(2)`, makes another value of the same
-    tensor: whoever reads the tensor afterwards, by either name, adds to one gradient.
+    A node that writes a tensor in place and gives it back, `x.mul_(2)`, makes another value of the
+    same tensor: later readers of the tensor, by either name, add to one gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def maker(node: fx.Node) -> fx.Node:
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """Return who reads the tensor that `node` made, by whatever node it was given back.
+    """Return the readers of the tensor that `node` made, through nodes that give it back too.
 
     A node that writes it, or gives it back among other tensors, may read it for these.
     """
@@ -51,7 +51,7 @@ def _given_back(node: fx.Node) -> fx.Node | None:
 
 
 def _same(node: fx.Node) -> fx.Node | None:
-    """Return what `node` reads and gives back, whether it writes it or not."""
+    """Return the input that `node` gives back, whether it writes it or not."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or is_launch(node) or is_wait(node):
         return None

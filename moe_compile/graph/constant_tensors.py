@@ -1,8 +1,8 @@
-"""Tensors of zeros or ones: what makes them says their sizes, and all their numbers are the same.
+"""Tensors of zeros or ones: their makers name their sizes, and all their numbers are the same.
 
 Contract
-    One is told by the function of torch that makes it. It may be made anew in other sizes, where
-    these are all that its readers need of it; what is written into it later is not looked at.
+    One is recognised by the function of torch that makes it. It may be made anew in other sizes, if
+    these are all that its readers need of it; later writes into it are not looked at.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAKERS: Final[dict[str, Callable[..., Any]]] = {
     "new_ones": torch.ones,
 }
 KNOWN: Final = frozenset({"size", "dtype", "layout", "device", "pin_memory"})
-"""Arguments that say no more than what is read off the tensor."""
+"""Arguments that say no more than the tensor's own form."""
 
 
 def maker_of(node: fx.Node) -> Callable[..., Any] | None:
-    """Return what makes such a tensor of `(sizes, dtype=, device=)`; None for another node."""
+    """Return the function of `(sizes, dtype=, device=)` that makes it; None for another node."""
     tensor = tensor_of(node)
     if tensor is None or tensor.layout is not torch.strided or not node.kwargs.keys() <= KNOWN:
         return None

@@ -1,8 +1,8 @@
-"""A second graph module equal to a Dynamo graph, for when what passes made of it is given up.
+"""A second graph module equal to a Dynamo graph, for when the work of passes on it is given up.
 
 Contract
     Parameters, buffers and constants are shared, not copied; operators, arguments, order, names
-    and meta are the graph's as it was. What Dynamo keeps on the module and on its inputs is kept.
+    and meta are the graph's as it was. Dynamo's attributes of module and inputs are kept.
     Bodies of higher-order operators are copied alike: passes edit these too.
 """
 

@@ -1,8 +1,8 @@
-"""What must come before what: data, and writes in place seen through aliases.
+"""Dependences between nodes: data, and writes in place seen through aliases.
 
 Contract
-    Works on graphs that are not functional, as Dynamo's. Two tensors alias when the fake values
-    the tracer stored share storage. A writer precedes every later reader of what it wrote.
+    Works on graphs that are not functional, like Dynamo's. Two tensors alias when the fake values
+    the tracer stored share storage. A writer precedes every later reader of that memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _written_by_name(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return what a function or method writes by the names of torch's own, run or not."""
+    """Return the arguments that a function or method writes, by the naming rules of torch."""
     if node.op == "call_method":
         name = str(node.target)
         writes = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
@@ -63,7 +63,7 @@ def _written_by_name(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _written_by_operator(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
-    """Return what a higher-order operator writes; of a Triton kernel, what its code stores to."""
+    """Return the inputs that a higher-order operator writes; for a Triton kernel, by its stores."""
     if (seeded := seeded_call(node)) is not None:
         return _nodes(written_by_schema(*seeded))
     if "mutation" not in name:
@@ -98,7 +98,7 @@ def _nodes(arguments: Any) -> tuple[fx.Node, ...]:
 def storages(node: fx.Node) -> frozenset[int]:
     """Return the identities of the storages of the tensors `node` produces.
 
-    The tracer keeps no value of an element that it takes to read it: that lies in the whole.
+    The tracer keeps no value of an element that it takes to read: it lies in the whole tensor.
     """
     value = value_of(node)
     if value is None and node.target is operator.getitem:
@@ -107,7 +107,7 @@ def storages(node: fx.Node) -> frozenset[int]:
 
 
 class Dependence:
-    """Who needs whom in one graph; stale once the graph is edited."""
+    """The dependences of one graph; stale once the graph is edited."""
 
     def __init__(self, graph: fx.Graph) -> None:
         """Read `graph`: one pass over its nodes, in order."""
@@ -135,14 +135,14 @@ class Dependence:
         return frozenset(s for a in node.all_input_nodes for s in storages(a))
 
     def writers(self, node: fx.Node) -> list[fx.Node]:
-        """Return what writes the memory of the tensors that `node` makes, in graph order."""
+        """Return the nodes that write the memory of the tensors `node` makes, in graph order."""
         mine = storages(node)
         return [writer for writer, written in self.writes.items() if written & mine]
 
     def is_filled_first(self, node: fx.Node) -> bool:
-        """Whether all that writes the memory of `node` runs before anything else reads it.
+        """Whether all nodes that write the memory of `node` run before any other reads it.
 
-        So it is with zeros to which ones are added in place.
+        An example is zeros to which ones are added in place.
         """
         writers = self.writers(node)
         mine = frozenset().union(*(self.writes[writer] for writer in writers))
@@ -151,11 +151,11 @@ class Dependence:
         return all(n in writers or not self.reads(n) & mine for n in before)
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
-        """Return what needs `node`: its users, and later readers of what it wrote."""
+        """Return the nodes that need `node`: its users, and later readers of memory it wrote."""
         return [*node.users, *self._later.get(node, ())]
 
     def needs(self, node: fx.Node) -> list[fx.Node]:
-        """Return what `node` needs: its inputs, and earlier writers of what it reads."""
+        """Return the nodes `node` needs: its inputs, and earlier writers of memory it reads."""
         return [*node.all_input_nodes, *self._earlier.get(node, ())]
 
     def below(self, starts: Iterable[fx.Node], stops: Container[fx.Node] = ()) -> set[fx.Node]:

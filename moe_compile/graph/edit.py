@@ -3,7 +3,7 @@
 Contract
     Every node an `Emitter` makes stands before its anchor, in the order of the calls, and carries
     the anchor's stack trace, so that errors name the user's line.
-    Nothing that does more than make a value is erased or moved here unless `legality` has said
+    A node that does more than make a value is erased or moved here only if `legality` has said
     that nothing needs it. No pass edits a graph by other means (tests/architecture).
 """
 
@@ -24,7 +24,7 @@ from moe_compile.graph.precedence import find_predecessors
 from moe_compile.graph.query import is_all_to_all, is_launch, is_wait, tensor_of
 
 CARRIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
-"""Meta keys that tell where a node comes from; all others are facts about one value."""
+"""Meta keys that say where a node comes from; all others are facts about one value."""
 
 
 class Emitter:
@@ -94,11 +94,11 @@ def _element_of_vector(node: fx.Node) -> torch.Tensor | None:
 
 
 def forget_slice_sizes(graph: fx.Graph) -> None:
-    """Have no slice claim to bind a symbol for its size: a trace of the graph finds sizes anew.
+    """Remove every slice's claim to bind a symbol for its size: a trace finds sizes anew.
 
-    Of `rows[:n]` Dynamo knows no more than that its size is some number, as long as n could be
-    negative. AOTAutograd refuses the claim where more is known of n: by what a pass emits, or an
-    earlier trace of the same program.
+    Dynamo knows only that the size of `rows[:n]` is some number, as long as n could be negative.
+    AOTAutograd refuses the claim where more is known of n: from nodes that a pass emitted, or from
+    an earlier trace of the same program.
     """
     for node in graph.find_nodes(op="call_function", target=operator.getitem):
         if isinstance(node.args[1], slice):
@@ -106,7 +106,7 @@ def forget_slice_sizes(graph: fx.Graph) -> None:
 
 
 def recompute_between(source: fx.Node, results: Iterable[fx.Node]) -> None:
-    """Have the backward pass compute again, not keep, what `results` are made of from `source`.
+    """Have the backward pass compute `results` again from `source`, instead of keeping them.
 
     The key is read by AOTAutograd's partitioner, as it is for activation checkpointing.
     """
@@ -119,7 +119,7 @@ def recompute_between(source: fx.Node, results: Iterable[fx.Node]) -> None:
 
 
 def recompute_all(graph: fx.Graph) -> None:
-    """Have the backward pass of a Dynamo graph compute all again but what all-to-alls received."""
+    """Have the backward pass of a Dynamo graph recompute all but results of all-to-alls."""
     for node in graph.nodes:
         if node.op.startswith("call"):
             launch = node.all_input_nodes[0] if is_wait(node) else node
@@ -131,7 +131,7 @@ def recompute_all(graph: fx.Graph) -> None:
 def erase_unused(nodes: Iterable[fx.Node]) -> int:
     """Erase those of `nodes` (in graph order) that nobody reads, last first; return how many.
 
-    What writes, draws random numbers, switches a mode or asserts stays.
+    Nodes that write, draw random numbers, switch a mode or assert stay.
     """
     erased = 0
     for node in reversed(list(nodes)):
@@ -142,7 +142,7 @@ def erase_unused(nodes: Iterable[fx.Node]) -> int:
 
 
 def erase_dead(nodes: Sequence[fx.Node]) -> None:
-    """Erase what `Legality.unneeded` returned: in graph order, writes included.
+    """Erase the nodes that `Legality.unneeded` returned: in graph order, writes included.
 
     Raises ContractViolation when one of them still has a reader.
     """
@@ -154,7 +154,7 @@ def erase_dead(nodes: Sequence[fx.Node]) -> None:
 
 
 def replace_uses(values: Mapping[fx.Node, fx.Node]) -> None:
-    """Have every reader of a key read the key's value instead, but for that value itself."""
+    """Have every reader of a key, except the key's value, read that value instead."""
     for node, value in values.items():
         node.replace_all_uses_with(value, delete_user_cb=lambda user, own=value: user is not own)
 
@@ -180,9 +180,9 @@ def substitute(node: fx.Node, value: fx.Node) -> None:
 
 
 def move_before(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:
-    """Move nodes that `Legality.obstacle` has nothing against before `anchor`, in the order given.
+    """Move nodes that `Legality.obstacle` allows before `anchor`, in the order given.
 
-    Raises ContractViolation for what does more than make a value, or assert one.
+    Raises ContractViolation for a node that does more than make a value, or assert one.
     """
     for node in nodes:
         if not (is_host_arithmetic(node) or is_pure(node)):
@@ -193,7 +193,7 @@ def move_before(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:
 def reorder(order: Sequence[fx.Node]) -> None:
     """Put the nodes of a graph of AOTAutograd in `order`, which holds all of them.
 
-    Raises ContractViolation when a node would stand before what must precede it.
+    Raises ContractViolation when a node would stand before one that must precede it.
     """
     place = {node: i for i, node in enumerate(order)}
     for node, before in find_predecessors(order[0].graph).items():

@@ -1,9 +1,9 @@
-"""What a node does besides producing its value.
+"""Effects of a node besides producing its value.
 
 Contract
     Answers hold for Dynamo graphs (functions, tensor methods) and for AOTAutograd graphs alike.
     A node is called pure only where its value is all that running it leaves behind: it may run
-    later, twice or not at all, as long as what it reads is the same.
+    later, twice or not at all, as long as its inputs are the same.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ RANDOM_NAMES: Final = frozenset(
 
 
 SWITCHED_OFF: Final = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
-"""Of these, functions that hand on what they are given where nothing is dropped."""
+"""Of these, functions that return their input where nothing is dropped."""
 
 OWN_NAMESPACES: Final = frozenset(
     {
@@ -74,14 +74,14 @@ OWN_NAMESPACES: Final = frozenset(
         "quantized", "quantized_decomposed", "mkldnn", "mkl", "profiler", "megamoe",
     }
 )  # fmt: skip
-"""Where operators of torch and of ours are registered."""
+"""Namespaces of the operators of torch and of ours."""
 
 COMMUNICATING: Final = frozenset({"c10d", "symm_mem", "_dtensor"})
-"""Of these, where operators are registered that communicate as a part of what they do."""
+"""Of these, namespaces of operators that communicate as a part of their work."""
 
 
 def may_attend(node: fx.Node) -> bool:
-    """Whether the node may run attention, by one of torch's functions or by anybody's own."""
+    """Whether the node may run attention, by a function of torch or of others."""
     if is_higher_order(node):
         return is_opaque(node) or any(map(may_attend, inside(node)))
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
@@ -110,9 +110,9 @@ def draws_random(node: fx.Node) -> bool:
 
 
 def may_draw(node: fx.Node) -> bool:
-    """Whether the node draws random numbers, or runs an operator that may without saying so.
+    """Whether the node draws random numbers, or runs an operator that may without declaring it.
 
-    Torch's own operators say it by a tag; those that others register often forget it.
+    Torch's own operators declare it by a tag; those that others register often do not.
     """
     namespace = overload_name(node).partition("::")[0]
     return draws_random(node) or (bool(namespace) and namespace not in OWN_NAMESPACES)
@@ -124,21 +124,21 @@ def communicates(node: fx.Node) -> bool:
 
 
 def may_communicate(node: fx.Node) -> bool:
-    """Whether the node may launch collectives besides its own: others' operators may."""
+    """Whether the node may launch collectives besides its own, as custom operators may."""
     namespace = overload_name(node).partition("::")[0]
     is_others = bool(namespace) and namespace not in OWN_NAMESPACES - COMMUNICATING
     return communicates(node) or is_opaque(node) or is_others
 
 
 def _is_switched_off(node: fx.Node) -> bool:
-    """Whether a dropout, of its own or of attention, is asked for none."""
+    """Whether a dropout, of its own or of attention, has probability 0 or is off."""
     if called_name(node) == "scaled_dot_product_attention":
         return argument_of(node, 4, "dropout_p", 0.0) == 0.0
     return hands_on(node)
 
 
 def hands_on(node: fx.Node) -> bool:
-    """Whether the node is a dropout that drops nothing: its value is what it is given."""
+    """Whether the node is a dropout that drops nothing: its value is its input."""
     if called_name(node) not in SWITCHED_OFF:
         return False
     is_training, p = argument_of(node, 2, "training", True), argument_of(node, 1, "p", 0.5)
@@ -148,8 +148,8 @@ def hands_on(node: fx.Node) -> bool:
 def moves_memory(node: fx.Node) -> bool:
     """Whether the node gives a tensor other memory, the node itself or a graph it runs.
 
-    The tracer keeps one value of that tensor, with its last memory: what shares memory with it
-    before, and what it is written through, cannot be told.
+    The tracer keeps one value of that tensor, with its last memory: earlier aliases of it, and
+    writes through them, cannot be told.
     """
     name = overload_name(node).partition("::")[2] or called_name(node)
     run = observed(node)
@@ -158,14 +158,14 @@ def moves_memory(node: fx.Node) -> bool:
 
 
 def is_size_query(node: fx.Node) -> bool:
-    """Whether the node asks a tensor for its size, strides and the like: it reads no element."""
+    """Whether the node asks a tensor for its size, strides or the like, and reads no element."""
     if node.op == "call_method":
         return node.target in ASKS_A_SIZE
     return overload_name(node).startswith("aten::sym_")
 
 
 def always_holds(assertion: fx.Node) -> bool:
-    """Whether an assertion says that a tensor's size, or its place in memory, is not negative."""
+    """Whether an assertion says that a tensor's size or place in memory is not negative."""
     said = assertion.args[0]
     if assertion.target is torch._check_is_size or not isinstance(said, fx.Node):
         return isinstance(said, fx.Node) and is_size_query(said)
@@ -184,15 +184,15 @@ def is_host_arithmetic(node: fx.Node) -> bool:
 
 
 def is_pure(node: fx.Node, implied: Container[fx.Node] = ()) -> bool:
-    """Whether nothing but the node's value tells that it ran.
+    """Whether the node's value is the only effect of running it.
 
-    Of assertions in graphs that it runs, those `implied` tell nothing.
+    Assertions in graphs that it runs count as no effect if they are `implied`.
     """
     return not written_arguments(node) and only_writes(node, implied)
 
 
 def only_writes(node: fx.Node, implied: Container[fx.Node] = ()) -> bool:
-    """Whether nothing but the node's value, and what it writes in place, tells that it ran."""
+    """Whether the node's value and its writes in place are the only effects of running it."""
     if node.op == "get_attr":
         return True
     if node.op not in ("call_function", "call_method") or is_assertion(node):
@@ -205,7 +205,7 @@ def only_writes(node: fx.Node, implied: Container[fx.Node] = ()) -> bool:
 
 
 def _is_noticed(node: fx.Node, implied: Container[fx.Node]) -> bool:
-    """Whether graphs that an operator runs, or graphs that these run, do what others notice.
+    """Whether graphs that an operator runs, or graphs inside these, have an effect outside.
 
     Modes that they switch and tensors of their own that they write end with them.
     """
@@ -218,7 +218,7 @@ def _is_noticed(node: fx.Node, implied: Container[fx.Node]) -> bool:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """Whether torch was told that the operator has an effect: its calls stay, and in order."""
+    """Whether torch has the operator registered with an effect: its calls stay, in order."""
     target: Any = node.target
     if is_higher_order(node):
         return is_opaque(node) or registers_hook(node) or has_effects(target)
@@ -228,7 +228,7 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def _only_computes(node: fx.Node) -> bool:
-    """Whether a node of which the tracer kept no value is known to make one and no more."""
+    """Whether a node without a value of the tracer is known to make one and no more."""
     return is_size_query(node) or node.target is operator.getitem or is_host_arithmetic(node)
 
 

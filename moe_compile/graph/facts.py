@@ -1,9 +1,9 @@
-"""What is known of one graph as it stands: one object that all who look at the graph share.
+"""Facts about one graph as it stands: one object that all readers of the graph share.
 
 Contract
     A fact is read off the graph when it is first asked for, and kept until `forget`.
-    Whoever edits the graph forgets all facts at once; the runner of passes does so after each pass
-    that changed the graph. A rewrite that is to know the graph as it was asks before it edits.
+    An edit of the graph must forget all facts; the runner of passes does so after each pass
+    that changed the graph. A rewrite that needs facts about the old graph asks before it edits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GraphFacts:
 
     @functools.cached_property
     def dependence(self) -> Dependence:
-        """Return who needs whom."""
+        """Return the dependences between nodes."""
         return Dependence(self.graph)
 
     @functools.cached_property
@@ -36,7 +36,7 @@ class GraphFacts:
 
     @functools.cached_property
     def legality(self) -> Legality:
-        """Return what may be done to the graph."""
+        """Return the checks of motion and liveness."""
         return Legality(self.dependence, self.graph, self.modes)
 
     @property

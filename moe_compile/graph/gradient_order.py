@@ -1,7 +1,7 @@
-"""In which order autograd adds up the gradient of a tensor that several nodes read.
+"""The order in which autograd adds up the gradient of a tensor that several nodes read.
 
 Autograd runs the nodes of a backward pass in the reverse order of their creation (the sequence
-numbers of torch/csrc/autograd/engine.cpp). So what a tensor receives as its gradient is added up
+numbers of torch/csrc/autograd/engine.cpp). So the terms of a tensor's gradient are added up
 from its last reader to its first, and running a reader later moves its term to the front. The first
 two terms may change places, adding two numbers commutes, if they are terms of two readers that add
 one each, `x * x` adds two, and lie in memory alike (see below); but no two of a graph
@@ -10,13 +10,12 @@ inside another, where terms from outside come before them (outer_gradients.py).
 Contract
     A reader is known to add one term only where running it on the tracer's values shows one edge
     in the graph of gradients; an operator that runs a graph of its own never is.
-    A view of what is then written through another alias gets its place in the graph of gradients
-    when it is next used (`grad_fn` in torch/csrc/autograd/variable.cpp): where one lives, no order
-    is known. A view among the outputs has its own place or, as AOTAutograd makes it anew from its
-    base, that of the output: both must do.
+    A view of memory that is then written through another alias gets its place in the graph of
+    gradients when it is next used (`grad_fn` in torch/csrc/autograd/variable.cpp): while one lives,
+    no order is known. A view among the outputs has its own place or, as AOTAutograd makes it anew
+    from its base, that of the output: the check must hold for both.
 
-Whether what a reader adds to the gradient of a tensor lies in memory row by row.
-
+A term's memory layout matters too: it must lie in memory row by row.
 Adding two numbers commutes, yet `a + b` lies in memory as `a` does where the two differ
 (`reorder_dimensions` of aten/src/ATen/TensorIterator.cpp), and sums over a tensor round by how it
 lies. So two terms may change places only where both lie alike.
@@ -52,7 +51,7 @@ OUTER_TERMS: Final = "megamoe_outer_terms"
 """Key in the `meta` of an input: terms of its gradient come before those of its graph's readers."""
 
 Part = Callable[[fx.Node, fx.Node], int]
-"""Reader and what it reads -> which of the parts that run one after another it belongs to."""
+"""Reader and its source -> the number of the part that it belongs to; parts run in order."""
 
 
 def find_reordered(
@@ -61,7 +60,7 @@ def find_reordered(
     dependence: Dependence,
     part: Part = lambda _reader, _source: 0,
 ) -> tuple[fx.Node, fx.Node] | None:
-    """Return one of `moved` and a tensor it reads whose gradient would be added up otherwise.
+    """Return one of `moved` and a tensor it reads whose gradient would change its order of terms.
 
     `moved` would run just before `anchor`, part by part, each in the order of the graph.
     """
@@ -86,7 +85,7 @@ def find_reordered(
 def find_later_reader(
     together: Collection[fx.Node], source: fx.Node, dependence: Dependence
 ) -> fx.Node | None:
-    """Return what keeps the nodes `together` from reading `source` once for all of them.
+    """Return the obstacle to reading `source` once for all nodes in `together`, or None.
 
     Their terms would then be added up before any other is added to them: the order of autograd only
     where all other readers run before the first of them. An input that has terms from outside its
@@ -107,7 +106,7 @@ def find_later_reader(
 
 
 class _Order:
-    """When readers run, as keys to sort them by."""
+    """Times at which readers run, as keys to sort them by."""
 
     def __init__(
         self, position: Mapping[fx.Node, int], anchor: fx.Node, last: set[fx.Node]
@@ -115,12 +114,12 @@ class _Order:
         self._position, self._there, self._last = position, position[anchor], last
 
     def before(self, reader: fx.Node) -> tuple[int, int, int, int]:
-        """Return where the reader runs; those of `last` with the output."""
+        """Return the place where the reader runs; those of `last` run with the output."""
         at = self._position[reader]
         return (len(self._position) if reader in self._last else at, 1, 0, at)
 
     def after(self, reader: fx.Node, moves: bool, part: int) -> tuple[int, int, int, int]:
-        """Return where it will run."""
+        """Return the place where it will run."""
         return (self._there, 0, part, self._position[reader]) if moves else self.before(reader)
 
 
@@ -137,9 +136,9 @@ def _is_same_sum(before: list[fx.Node], after: list[fx.Node], source: fx.Node) -
 
 
 def adds_gradient(reader: fx.Node) -> bool:
-    """Whether `reader` adds a term to the gradient of what it reads; unknown values may.
+    """Whether `reader` adds a term to the gradient of its inputs; nodes of unknown value may.
 
-    So does the output: what comes from there is the first term.
+    The output does too: its term is the first.
     """
     if is_assertion(reader):
         return False
@@ -157,7 +156,7 @@ def _adds_one_term(reader: fx.Node, source: fx.Node) -> bool:
 
 
 def _num_edges(reader: fx.Node, source: fx.Node) -> int:
-    """Return how many edges of the graph of gradients lead to `source`; 0: it could not be run."""
+    """Return the number of edges of the graph of gradients that lead to `source`; 0 if unknown."""
 
     def count(made: Any, read: torch.Tensor) -> int:
         return sum(found is read.grad_fn for found in _edges(made))
@@ -166,7 +165,7 @@ def _num_edges(reader: fx.Node, source: fx.Node) -> int:
 
 
 def _edges(made: Any) -> Iterator[Any]:
-    """Yield where each edge leads that can be reached from the tensors in `made`."""
+    """Yield the end of each edge that can be reached from the tensors in `made`."""
     leaves = pytree.tree_leaves(made)
     todo = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
     seen: set[Any] = set()
@@ -198,7 +197,7 @@ def _has_stale_view(source: fx.Node, anchor: fx.Node, dependence: Dependence) ->
 
 
 def _views_among_outputs(source: fx.Node, adding: list[fx.Node]) -> set[fx.Node]:
-    """Return those of `adding` that make a view of `source` which the graph gives out."""
+    """Return those of `adding` that make a view of `source` which the graph returns."""
     memory = storages(source)
 
     def is_given_out(node: fx.Node) -> bool:
@@ -210,7 +209,7 @@ def _views_among_outputs(source: fx.Node, adding: list[fx.Node]) -> set[fx.Node]
 
 Found = TypeVar("Found")
 Lay = Callable[[torch.Tensor], torch.Tensor]
-"""Returns a tensor of the same shape, laid out in some order."""
+"""A function that returns a tensor of the same shape, laid out in some order."""
 
 
 def lies_by_rows(reader: fx.Node, source: fx.Node) -> bool:
@@ -219,7 +218,7 @@ def lies_by_rows(reader: fx.Node, source: fx.Node) -> bool:
 
 
 class _Terms:
-    """What is known of terms so far: graphs have several ways from one node to another."""
+    """A cache of answers about terms: graphs have several ways from one node to another."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[fx.Node, fx.Node], bool] = {}
@@ -227,7 +226,7 @@ class _Terms:
     def lies_by_rows(self, reader: fx.Node, source: fx.Node) -> bool:
         key = (reader, source)
         if key not in self._known:
-            self._known[key] = False  # where it leads back to itself
+            self._known[key] = False  # for a path that leads back to itself
             self._known[key] = self._lies_by_rows(reader, source)
         return self._known[key]
 
@@ -256,7 +255,7 @@ def _by_rows(tensor: torch.Tensor) -> bool:
 
 
 def _term(reader: fx.Node, source: fx.Node, lay: Lay) -> torch.Tensor | None:
-    """Return what `reader` adds, given gradients as `lay` lays them out; None: it is not known."""
+    """Return the term of `reader` for gradients laid out by `lay`; None where it is not known."""
 
     def term(made: Any, read: torch.Tensor) -> torch.Tensor:
         leaves = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
@@ -271,8 +270,8 @@ def on_gradient(
 ) -> Found | None:
     """Run `reader` on fake tensors of which `source` needs a gradient.
 
-    Returns what `look` finds in what was made, and in what was read of `source`; None where the
-    node cannot be run.
+    Returns what `look` finds in the result and in the input for `source`; None where the node
+    cannot be run.
     """
     inputs = reader.all_input_nodes
     fake = fake_mode_of([*map(value_of, inputs), value_of(reader)])

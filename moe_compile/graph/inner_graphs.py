@@ -1,8 +1,8 @@
-"""Higher-order operators: the graphs that they run, and those whose code no graph shows.
+"""Higher-order operators: the graphs that they run, and operators whose code is in no graph.
 
 Contract
-    What an operator of the second kind reads, it may write; it may draw random numbers, and its
-    call may be noticed: such calls stay, where they are.
+    An operator of the second kind may write its inputs, draw random numbers and have other effects:
+    such calls stay, where they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KNOWN: Final = frozenset(
         *FLEX_ATTENTION,
     }
 )  # fmt: skip
-"""Operators of torch that do no more than compute, or write what they say, without such a graph."""
+"""Operators of torch without such a graph that only compute, or write what they declare."""
 CHECKPOINT: Final = "tag_activation_checkpoint"
 AUTOGRAD_FUNCTION: Final = "autograd_function_apply"
 CHECKPOINT_POLICY: Final = "_checkpoint_context_fn"
@@ -80,7 +80,7 @@ def inside(node: fx.Node) -> list[fx.Node]:
 def names_of_recomputed(graph: fx.Graph) -> frozenset[str]:
     """Return the names of the bodies that activation checkpoints compute again whole.
 
-    Not of those whose checkpoint has a policy of its own, which torch keeps on the body.
+    Bodies whose checkpoint has a policy of its own, which torch keeps on them, are left out.
     """
     names = _names_of_bodies(graph, CHECKPOINT)
     owner = graph.owning_module
@@ -103,7 +103,7 @@ def _names_of_bodies(graph: fx.Graph, operator: str) -> list[str]:
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether the node runs code that is in no graph: a function that is not traced, say."""
+    """Whether the node runs code that is in no graph, such as a function that is not traced."""
     if not is_higher_order(node):
         return False
     target: Any = node.target
@@ -111,7 +111,7 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 def seeded_call(node: fx.Node) -> tuple[torch._ops.OpOverload, list[Any], dict[str, Any]] | None:
-    """Return the operator that `node` runs with a generator's state, and what it is given.
+    """Return the operator that `node` runs with a generator's state, and its arguments.
 
     None for any other node.
     """
@@ -125,6 +125,6 @@ def seeded_call(node: fx.Node) -> tuple[torch._ops.OpOverload, list[Any], dict[s
 
 
 def registers_hook(node: fx.Node) -> bool:
-    """Whether the node has a graph run on a gradient, whoever reads what it returns."""
+    """Whether the node has a graph run on a gradient, even if nobody reads its result."""
     target: Any = node.target
     return is_higher_order(node) and target.name() == "register_hook"

@@ -4,18 +4,18 @@ Contract
     `plan_launch_order` reads dependences and positions only, never sizes, costs or ranks: graphs
     with the same dependences give the same order.
     Where ranks may have graphs of other dependences, as for no token or one, collectives keep the
-    order of the user's program, but for all-to-alls of one region that no other collective parts:
-    what they need of one another is our doing, and alike on every rank. Whether one region needs
-    another is the user's, and may differ by rank.
+    order of the user's program. Exempt are all-to-alls of one region with no other collective
+    between them: their dependences are ours, and the same on every rank. Whether one region needs
+    another is up to the user's program, and may differ by rank.
     The order extends the dependences, so some schedule keeps both.
 
 Pseudo-code
-    level(launch) = just below the lowest level that needs it; if none, just above what it needs
+    level(launch) = just below the lowest level that needs it; if none, just above its needs
     a reduction that no launch needs (gradients) goes one level later: it can wait
     a launch tied to no other stays at the level of the launch before it
-    within a level: what is there to send first goes first, then graph order
-    (kept) graph order; each run of all-to-alls of one region in the order found so, as if there
-    were nothing but what stands between the first of them and the last
+    within a level: the launch whose input is ready first goes first, then graph order
+    (kept) graph order; each run of all-to-alls of one region in the order found so, considering
+    only the nodes between the first of them and the last
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAUNCH_RANK: Final = "megamoe_launch_rank"
 REGION: Final = "megamoe_region"
 """Key of a launch's region in `node.meta[ANNOTATIONS]`."""
 ANNOTATIONS: Final = "custom"
-"""Key in `node.meta` of what tracers carry to copies, and from forward nodes to backward ones."""
+"""Key in `node.meta` of notes that tracers carry to copies, and from forward to backward."""
 REDUCTIONS: Final = ("::reduce_scatter", "::all_reduce")
 
 Predecessors = Mapping[fx.Node, Sequence[fx.Node]]
@@ -71,7 +71,7 @@ def plan_launch_order(
 
 
 def mark_region(launches: Iterable[fx.Node], region: str) -> None:
-    """Note on `launches` that they are of `region`; what is derived from them has the note too."""
+    """Note on `launches` that they are of `region`; nodes derived from them get the note too."""
     for launch in launches:
         known = launch.meta.get(ANNOTATIONS) or {}
         launch.meta[ANNOTATIONS] = {**known, REGION: region}
@@ -158,7 +158,7 @@ def _reach(
 
 
 def dependences(graph: fx.Graph) -> list[str]:
-    """Return, for each launch, which launches its input comes from: one bit each, in hexadecimal.
+    """Return, for each launch, the launches its input comes from: one bit each, in hexadecimal.
 
     With these, other ranks' graphs have the same planned order, forward and backward.
     """
@@ -190,7 +190,7 @@ def collective_order(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
 
 
 def launch_numbers(graph: fx.Graph) -> dict[str, list[int]]:
-    """Return, per group, which of the launches of `graph` on any group are its own; 1 the first."""
+    """Return, per group, the numbers of its launches among all of `graph`, counted from 1."""
     numbers: dict[str, list[int]] = {}
     for number, launch in enumerate(filter(is_launch, graph.nodes), 1):
         numbers.setdefault(group_name(launch), []).append(number)
@@ -198,7 +198,7 @@ def launch_numbers(graph: fx.Graph) -> dict[str, list[int]]:
 
 
 def signature(launch: fx.Node) -> str:
-    """Return name, operator, dtype and row length of what is sent; never how many rows.
+    """Return name, operator, dtype and row length of the tensors sent; never their rows.
 
     The tracer numbers names in the order of the user's program, so that two exchanges of equal
     tensors are told apart.

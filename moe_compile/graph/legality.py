@@ -1,11 +1,11 @@
-"""May these nodes run later, and which nodes does a rewritten graph need no more?
+"""Checks that nodes may run later, and the nodes that a rewritten graph needs no more.
 
 The one check of motion and liveness: every rewrite of a Dynamo graph asks here before it edits.
 
 Contract
-    Motion    nodes run later only where no write, through any alias, no grad or autocast mode, no
-              generator of random numbers and no order of gradients (gradient_order.py) tells. None
-              does in a graph that gives some tensor other memory: aliases cannot be told there.
+    Motion    nodes run later only if this changes no write through any alias, no grad or autocast
+              mode, no random draw and no order of gradients (gradient_order.py). No node moves in a
+              graph that gives some tensor other memory: aliases cannot be told there.
     Liveness  a node dies only where no value, no write that somebody reads, through any alias, no
               mode, no random draw, no collective and no assertion that stays needs it.
 """
@@ -37,7 +37,7 @@ from moe_compile.journal.reasons import Reason
 
 
 class Hazard(enum.Enum):
-    """Why nodes must not run later."""
+    """Reasons why nodes must not run later."""
 
     WRITTEN_MEANWHILE = "what one of them reads is written in between"
     MODE_CHANGES = "grad mode or autocast is another there"
@@ -59,29 +59,29 @@ class Obstacle:
 
     hazard: Hazard
     moved: fx.Node
-    """Which of the nodes must not run later."""
+    """The node that must not run later."""
     because_of: fx.Node
     """The write, the switch of a mode, or the tensor whose gradient is added up."""
 
     @property
     def left(self) -> Left:
-        """Return why what cannot be moved is left as it is."""
+        """Return the refusal of the rewrite that needs the motion."""
         return Left(REASONS[self.hazard], str(self))
 
     def __str__(self) -> str:
-        """Return what refusals print: the two operators; of a random one, it alone."""
+        """Return the text of refusals: the two operators; for a random draw, that one alone."""
         if self.hazard is Hazard.RANDOM:
             return operator_at(self.moved)
         return f"{operator_at(self.moved)}, because of {operator_at(self.because_of)}"
 
 
 class Legality:
-    """What may be done to one graph; stale once the graph is edited."""
+    """The checks of motion and liveness of one graph; stale once the graph is edited."""
 
     def __init__(
         self, dependence: Dependence, graph: fx.Graph, modes: Mapping[fx.Node, Mode]
     ) -> None:
-        """Read `graph`, of which `dependence` and the modes of all nodes are."""
+        """Read `graph`, given its `dependence` and the modes of all nodes."""
         self.dependence, self.graph, self._modes = dependence, graph, modes
         self._position = dependence.position
         self._moves_memory = next(filter(moves_memory, graph.nodes), None)
@@ -98,9 +98,9 @@ class Legality:
     ) -> Obstacle | None:
         """Return why `moved` must not run just before `anchor`, or None.
 
-        They run in their order, or part by part, where others have seen to all but gradients. With
-        `enters_autocast` each runs under autocast there as it does where it stands, with
-        `keeps_modes` in all modes as it does there. `anew` as in `written_meanwhile`.
+        They run in their order, or part by part, if the caller has checked all but gradients. With
+        `enters_autocast` the new place enters the autocast of the old one; with `keeps_modes` it
+        has all of its modes. `anew` as in `written_meanwhile`.
         """
         in_order = self.dependence.in_order(moved)
         found = self.written_meanwhile(in_order, anchor, anew) or self._random(in_order, anchor)
@@ -117,9 +117,9 @@ class Legality:
     def written_meanwhile(
         self, moved: Collection[fx.Node], anchor: fx.Node, anew: frozenset[int] = frozenset()
     ) -> Obstacle | None:
-        """Return a write by others to what one of `moved` touches, between it and `anchor`.
+        """Return a write by others to memory that one of `moved` touches, between it and `anchor`.
 
-        Storages in `anew` are made by nodes of which copies are moved: these make others.
+        Storages in `anew` are made by nodes whose copies are moved: the copies make others.
         """
         if moved and self._moves_memory is not None:
             return Obstacle(Hazard.WRITTEN_MEANWHILE, next(iter(moved)), self._moves_memory)
@@ -136,7 +136,7 @@ class Legality:
         return None
 
     def _touches(self, node: fx.Node, written: frozenset[int]) -> bool:
-        """Whether `node` reads or makes what shares memory with `written`; unknown memory may."""
+        """Whether `node` reads or makes memory in `written`, which may be any if unknown."""
         return not written or bool((self.dependence.reads(node) | storages(node)) & written)
 
     def _mode(
@@ -154,9 +154,9 @@ class Legality:
         return None
 
     def _is_untouched(self, node: fx.Node, here: Mode, there: Mode) -> bool:
-        """Whether `node` is none of what the modes that differ, beside that of gradients, touch.
+        """Whether the modes that differ, besides that of gradients, do not affect `node`.
 
-        Autocast leaves integers alone, the choice of a backend of attention all but attention.
+        Autocast does not affect integers; a choice of attention backend affects attention only.
         """
         switches = {*here[1]} ^ {*there[1]}
         return bool(switches) and all(
@@ -184,9 +184,9 @@ class Legality:
     ) -> list[fx.Node]:
         """Return those of `candidates` that nothing needs, in graph order.
 
-        Whoever reads a key of `replaced` will read its value instead; None: a node still to be
+        Readers of a key of `replaced` will read its value instead; None: a node still to be
         made. `dropped` are assertions among the candidates that need not stay for their own sake.
-        `read_anew` are what the nodes still to be made will read.
+        `read_anew` are the nodes that nodes still to be made will read.
         """
         may_die = set(candidates)
         live: set[fx.Node] = set()
@@ -200,7 +200,7 @@ class Legality:
         return [n for n in self.dependence.in_order(may_die) if n not in live]
 
     def _acts(self, node: fx.Node, dropped: Collection[fx.Node]) -> bool:
-        """Whether a candidate stays for what it does besides making its value."""
+        """Whether a candidate stays for an effect besides making its value."""
         if node in dropped:
             return False
         if node in self.dependence.writes:
@@ -214,7 +214,7 @@ class Legality:
 
 
 def _present(nodes: Iterable[fx.Node], replaced: Mapping[fx.Node, fx.Node | None]) -> list[fx.Node]:
-    """Return what will be read where `nodes` are, less what is still to be made."""
+    """Return the nodes that will be read in place of `nodes`, without those still to be made."""
     return [n for n in (replaced.get(n, n) for n in nodes) if n is not None]
 
 

@@ -1,9 +1,9 @@
-"""Which operators of AOTAutograd's graphs hand on a tensor cast, scaled, added to or laid out anew.
+"""Operators of AOTAutograd's graphs that are linear: they cast, scale, add or lay out anew.
 
 Contract
-    What is said to be linear is so element by element, but for rounding: the sum of two results is
-    the result for the sum, apart from what was added. Every operator that is not listed here is
-    said not to be linear, pointwise ones too.
+    A linear operator is so element by element, except for rounding: the sum of two results is the
+    result for the sum, apart from a constant added. An operator that is not listed here is said not
+    to be linear, pointwise ones too.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def is_linear(node: fx.Node, varying: Collection[fx.Node]) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or value is None:
         return False
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
-        return False  # a cast to integers drops what is behind the point
+        return False  # a cast to integers drops fractions
     if target in SUMS or target in COPIES:
         return True
     if target in PRODUCTS:
         return sum(factor in varying for factor in node.args) <= 1
     if target in QUOTIENTS:
         return node.args[1] not in varying
-    return target.is_view and target is not ATEN.view.dtype  # which reads bits as others
+    return target.is_view and target is not ATEN.view.dtype  # that one reinterprets bits

@@ -2,7 +2,7 @@
 
 Contract
     Two tensors share memory when they have a storage in common. A subclass that wraps tensors, such
-    as DTensor, has theirs: what writes it writes them.
+    as DTensor, has theirs: a write to it writes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def plain_tensors(values: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors among `values`, and the parts of those that wrap others instead."""
+    """Yield the tensors among `values`, with the parts of wrappers in place of these."""
     for leaf in pytree.tree_leaves(values):
         if not isinstance(leaf, torch.Tensor):
             continue

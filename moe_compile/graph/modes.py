@@ -1,7 +1,7 @@
 """The modes of the interpreter that the nodes of a Dynamo graph run under: gradients, autocast, ...
 
 Contract
-    A graph says where a mode is switched; what was in force before its first node is in force
+    A graph says where a mode is switched; the modes in force before its first node are in force
     while it is compiled too.
 """
 
@@ -26,7 +26,7 @@ MODE_SWITCHES: Final = (
     "_exchange_", "_maybe_exchange_", "_saved_tensors_hooks_", "push_dynamic_layer_stack",
     "pop_dynamic_layer_stack",
 )  # fmt: skip
-"""How the functions begin by which Dynamo enters and leaves what a program writes with `with`."""
+"""Prefixes of the functions by which Dynamo enters and leaves a program's `with` blocks."""
 
 
 def changes_mode(node: fx.Node) -> bool:
@@ -39,9 +39,9 @@ def changes_mode(node: fx.Node) -> bool:
 
 
 def _sets_state(node: fx.Node) -> bool:
-    """Whether a function of torch is called for what it sets: nothing goes in, nothing comes out.
+    """Whether the node calls a function of torch that sets a state: it has no input and no result.
 
-    Such as `torch.set_autocast_enabled` or `torch.set_default_dtype`.
+    Examples are `torch.set_autocast_enabled` and `torch.set_default_dtype`.
     """
     of_torch = str(getattr(node.target, "__module__", None)).partition(".")[0] == "torch"
     is_function = of_torch and not isinstance(node.target, torch._ops.OperatorBase)
@@ -71,7 +71,7 @@ def modes(graph: fx.Graph) -> dict[fx.Node, Mode]:
 
 @contextmanager
 def running_under(mode: Mode) -> Iterator[None]:
-    """Run functions of torch with gradients and autocast switched as `mode` has them."""
+    """Run functions of torch with the gradients and autocast of `mode`."""
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(mode[0] is not False))
         for switch in filter(changes_autocast, mode[1]):
@@ -80,7 +80,7 @@ def running_under(mode: Mode) -> Iterator[None]:
 
 
 def entered_since(here: Mode, there: Mode) -> tuple[fx.Node, ...] | None:
-    """Return the switches thrown in `here` beside those in `there`, which all are thrown here too.
+    """Return the switches thrown in `here` after those in `there`, which are thrown here too.
 
     None where some are not, or gradients are on in one alone.
     """
@@ -107,7 +107,7 @@ def _modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Mode]]:
 
 
 def _first_grad_mode(graph: fx.Graph) -> bool:
-    """Return what is in force now, but True where a gradient flows before the first switch."""
+    """Return the grad mode in force now, or True if a gradient flows before the first switch."""
     for node in graph.nodes:
         if changes_grad_mode(node):
             break
@@ -117,7 +117,7 @@ def _first_grad_mode(graph: fx.Graph) -> bool:
 
 
 def modes_around() -> Iterator[str]:
-    """Return what is in force around the compilation and is no node of the graph."""
+    """Yield the modes in force around the compilation, which no node of the graph sets."""
     yield f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()}"
     yield str(torch.get_default_dtype())
     for device in ("cpu", "cuda"):
@@ -126,10 +126,10 @@ def modes_around() -> Iterator[str]:
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """Keep what runs inside from the hooks of `torch.autograd.graph.saved_tensors_hooks` in force.
+    """Run the block without the hooks of `torch.autograd.graph.saved_tensors_hooks` in force.
 
-    Activation checkpointing counts by them what a program saves for its backward, and ends a
-    recomputation from inside them.
+    Activation checkpointing counts by them the tensors that a program saves for its backward, and
+    ends a recomputation from inside them.
     """
     with ExitStack() as stack:
         with suppress(RuntimeError):  # `disable_saved_tensors_hooks`: there are none

@@ -1,14 +1,14 @@
-"""What a node that calls Python writes and draws, seen by running it on fake tensors.
+"""Writes and random draws of a node that calls Python, seen by running it on fake tensors.
 
 Contract
-    A function or method of Python may write any of its arguments, whatever it is called, and draw
+    A function or method of Python may write any of its arguments, whatever its name, and draw
     random numbers on its way. It is run once on the values that the tracer stored, under a mode
-    that sees every operator of torch it calls; those say in their schemas what they do. Nothing is
-    computed, and what the tracer stored stays as it is.
+    that sees every operator of torch it calls; their schemas declare their effects. Nothing is
+    computed, and the tracer's values stay as they are.
     A function that is not torch's may do other things where gradients or autocast are on: it runs
     under the node's own modes, on tensors that require gradients where the tracer's do. So does one
     of torch that is given numbers of several types, which it may take under autocast alone.
-    What fails so is taken to write whatever it reads and to draw.
+    A function that fails is taken to write all its inputs and to draw.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moe_compile.graph.modes import modes, running_under
 from moe_compile.graph.query import expression_of, is_launch, is_leaf, is_wait, value_of
 
 OBSERVED: Final = "megamoe_observed"
-"""Key of a node's metadata under which what was seen is kept."""
+"""Key of a node's metadata for the observation."""
 
 
 FAKE_LOG: Final = logging.getLogger("torch._subclasses.fake_tensor")
@@ -42,7 +42,7 @@ FAKE_LOG: Final = logging.getLogger("torch._subclasses.fake_tensor")
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What one node did when it ran on values of `inputs`."""
+    """The effects of one node when it ran on values of `inputs`."""
 
     inputs: tuple[fx.Node, ...]
     written: tuple[fx.Node, ...] = ()
@@ -63,10 +63,10 @@ ONLY_READS: Final = frozenset({"item", "tolist", "size", "numel", "dim", "stride
 
 
 def observed(node: fx.Node) -> Observed | None:
-    """Return what `node` was seen to write and draw, None where it is not to be run.
+    """Return the observed writes and draws of `node`, None where it is not to be run.
 
-    That is where it calls no Python, one of the functions of `operator`, a collective or what
-    reads integers on the host, or where tensors are not all fake: inside of `vmap`, say.
+    It is not run if it calls no Python, a function of `operator`, a collective or a host read,
+    or if tensors are not all fake, such as inside of `vmap`.
     """
     if not _calls_python(node):
         return None
@@ -106,7 +106,7 @@ class _Watch(TorchDispatchMode):
 def written_by_schema(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Any]:
-    """Return the arguments that `func` says it writes."""
+    """Return the arguments that `func` writes by its schema."""
     return [
         _argument(func, i, args, kwargs)
         for i, argument in enumerate(func._schema.arguments)
@@ -117,7 +117,7 @@ def written_by_schema(
 def draws_by_schema(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether `func` draws random numbers; attention says that it may, also without dropout."""
+    """Whether `func` draws random numbers; attention has the tag even without dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     named = [i for i, a in enumerate(func._schema.arguments) if a.name == "dropout_p"]
@@ -159,7 +159,7 @@ def _observe(node: fx.Node, inputs: tuple[fx.Node, ...]) -> Observed | None:
 def running_on(fake: FakeTensorMode) -> Iterator[ExitStack]:
     """Run functions on tensors of `fake` as the tracer of a graph did; sizes stay its symbols.
 
-    What fails on them is an answer: torch's own record of it, with a trace, would alarm users.
+    A failure is an answer: torch's own log of it, with a trace, would alarm users.
     """
     with ExitStack() as stack:
         stack.enter_context(_without_records())
@@ -185,7 +185,7 @@ def _without_records() -> Iterator[None]:
 
 
 def alike(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same form, which requires a gradient where this one does.
+    """Return a tensor of the same form, which requires a gradient if this one does.
 
     One that requires none, or that no operator made, has the memory of this one.
     """
@@ -218,7 +218,7 @@ def _calls_python(node: fx.Node) -> bool:
 
 
 def call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what `node` makes of these arguments; it calls a function or a method."""
+    """Return the result of `node`, which calls a function or a method, on these arguments."""
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)

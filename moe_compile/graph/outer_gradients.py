@@ -4,8 +4,8 @@ A body of activation checkpointing is part of the program around it for autograd
 the readers of a tensor inside and outside, from the last to the first.
 
 Contract
-    An input is noted where it may have such terms: where the tensor is read behind the call, or is
-    given to it twice, or has such terms itself; every input, where it is not known which is which.
+    An input is noted if it may have such terms: if the tensor is read behind the call, or is
+    given to it twice, or has such terms itself; every input, if arguments cannot be matched.
 """
 
 from __future__ import annotations

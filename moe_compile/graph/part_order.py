@@ -3,18 +3,18 @@
 Contract
     Reads dependences, operators and the kinds of tensors only: the same on every rank whose graph
     has the same dependences. The order extends these.
-    Parts are launches that read what others brought; what no launch depends on, as a sum of
-    gradients of several parts, is of none.
+    A part is a set of launches connected by data. A launch that no other depends on, such as a sum
+    of gradients of several parts, is in none.
 
 Pseudo-code
     a leg begins with a product of rows that an exchange of rows brought: dispatch to experts,
-        combine to sums; two hops are of one leg, and what is exchanged in front of rows of theirs
+        combine to sums; two hops are in one leg, with the exchanges in front of their rows
     sort launches by leg, then by part, in the order in which parts launch first, then as `by_level`
     in a leg the second hop of a part comes behind collectives of the next part's attention, and in
-        front of the exchanges of that part: what hop 1 brings is there only then
+        front of the exchanges of that part: the rows of hop 1 are there only then
     of those that wait for no other, again and again, the first
 
-By levels alone, all parts would come to an exchange before any launches it: what one computes in
+By levels alone, all parts would come to an exchange before any launches it: the compute of one in
 front of its exchange would hide nothing of another's.
 """
 
@@ -108,12 +108,12 @@ def _extended(
 def _legs(
     nodes: Sequence[fx.Node], predecessors: Predecessors
 ) -> tuple[dict[fx.Node, int], set[fx.Node]]:
-    """Return the leg of each launch, how many there are before it on any path, and second hops."""
+    """Return the leg of each launch (legs before it on the longest path), and the second hops."""
     second: set[fx.Node] = set()
     done: dict[fx.Node, int] = {}
-    """Legs that are over in front of the node, or with it."""
+    """Number of legs that are over in front of the node, or with it."""
     has_rows: dict[fx.Node, int] = {}
-    """The leg whose rows the node has, or is computed of; -1 for none."""
+    """The leg whose rows the node has, or is computed from; -1 for none."""
     legs: dict[fx.Node, int] = {}
     least: dict[fx.Node, int] = {}
     for node in nodes:

@@ -1,16 +1,16 @@
-"""Which nodes of a post-grad graph must come before which, whatever the schedule.
+"""The order of nodes that every schedule of a post-grad graph must keep.
 
 Contract
     Every edge goes from an earlier to a later node of the graph as it stands, so that the graph's
     own order is one of the orders allowed.
     Edges: data; writes in place against reads and writes of the same storage; random ops among
-    themselves; nodes without users among themselves, but for assertions about other numbers;
+    themselves; nodes without users among themselves, except assertions about other numbers;
     copies into inputs after earlier waits; a sent tensor is not overwritten before its wait;
-    launches never cross what launches collectives of its own; and a launch stays behind the
+    launches never cross a node that launches collectives itself; and a launch stays behind the
     assertions that guard its sizes.
 
 Why a host read needs no more than its data
-    A read waits for work that was queued before it, and that waits for collectives launched before.
+    A read waits for earlier queued work, and that work for collectives launched before it.
     All ranks launch in one order. So the first collective that some rank has not launched is
     launched once those before it are over, wherever ranks read: no rank waits for ever.
 
@@ -18,8 +18,8 @@ Why an assertion needs no more, where ranks have the same graph
     Ranks on which it fails end with the same collectives launched: they run one order. A rank that
     fails alone leaves the others waiting in the next collective, as the program does. Sizes that
     the program refuses must not be sent: a launch stays behind an assertion about numbers where a
-    symbol of theirs is among its sizes. What one about a tensor guards cannot be told: all launches
-    stay behind it. Where two fail, either may be told.
+    symbol of theirs is among its sizes. Launches that one about a tensor guards are unknown: all
+    stay behind it. Where two fail, either may be reported.
     Ranks with other graphs have other orders (`keeps_program`): there launches and assertions keep
     that of the program, or of ranks that fail alike one would wait for a launch of the other.
 """
@@ -55,12 +55,12 @@ from moe_compile.graph.query import (
 from moe_compile.ops.integers import INTEGERS
 
 HOST_READ: Final = "aten::_local_scalar_dense"
-"""Takes one integer; `megamoe::integers` takes several."""
+"""Operator that takes one integer; `megamoe::integers` takes several."""
 
 RUNTIME_ASSERTIONS: Final = frozenset(
     {"aten::_assert_scalar", "aten::_assert_async", "aten::sym_constrain_range"}
 )
-"""What ends the program where a condition does not hold."""
+"""Operators that end the program where a condition does not hold."""
 NUMBERS: Final = (torch.SymInt, torch.SymBool, torch.SymFloat, bool, int, float)
 
 
@@ -92,7 +92,7 @@ def is_host_read(node: fx.Node) -> bool:
 
 
 def integers_taken(node: fx.Node) -> int:
-    """Return how many integers the host takes out of a tensor there: the one place to ask."""
+    """Return the number of integers that the host takes out of a tensor: the one place to ask."""
     if node.target is INTEGERS:
         return len(node.meta["val"])
     return int(overload_name(node) == HOST_READ)
@@ -158,7 +158,7 @@ class _Hazards:
                 self.readers.setdefault(storage, []).append(node)
 
     def _touched(self, node: fx.Node) -> frozenset[int]:
-        """Return the storages the node uses; a wait still uses what its launch sends."""
+        """Return the storages the node uses; a wait still uses the tensors its launch sends."""
         launch = awaited(node) if is_wait(node) else None
         sent = () if launch is None else launch.all_input_nodes
         return self.classes.of(*node.all_input_nodes, *sent)
@@ -166,13 +166,13 @@ class _Hazards:
 
 @dataclass(slots=True)
 class _Chains:
-    """Kinds of nodes that keep their order among themselves, and what stays on one side of them."""
+    """Kinds of nodes that keep their order among themselves, and nodes that stay on one side."""
 
     keeps_program: bool = False
 
     last: dict[str, fx.Node] = field(default_factory=dict)
     since: dict[str, list[fx.Node]] = field(default_factory=dict)
-    """Chain -> what came since its last node, and stays in front of the next."""
+    """Chain -> the nodes since its last node that stay in front of the next."""
     guards: dict[Any, fx.Node] = field(default_factory=dict)
     """Symbol -> the last assertion about it; None -> the last that may be about anything."""
 
@@ -224,14 +224,14 @@ class _Chains:
             yield from self._link("inner launches", node)
 
     def _link(self, chain: str, node: fx.Node) -> Iterator[fx.Node]:
-        """Give what `node`, of a chain, stands behind."""
+        """Yield the nodes that `node`, of a chain, stands behind."""
         if chain in self.last:
             yield self.last[chain]
         self.last[chain] = node
         yield from self.since.pop(chain, ())
 
     def _behind(self, chain: str, node: fx.Node) -> Iterator[fx.Node]:
-        """Give the last node of a chain; `node` stays in front of the next."""
+        """Yield the last node of a chain; `node` stays in front of the next."""
         self.since.setdefault(chain, []).append(node)
         if chain in self.last:
             yield self.last[chain]
@@ -240,9 +240,8 @@ class _Chains:
 def _guarded(assertion: fx.Node) -> set[Any]:
     """Return the symbols that an assertion is about; None alone where that cannot be told.
 
-    Those that the host reads, if there are any: the others are known before anything runs.
-    Of a condition that torch knows to hold once it is asserted only the numbers it is made of have
-    symbols.
+    Returns those that the host reads, if there are any: the others are known before anything runs.
+    If torch takes a condition as true once it is asserted, only its operands have symbols.
     """
     numbers, todo = set[fx.Node](), [*assertion.all_input_nodes]
     while todo:

@@ -1,4 +1,4 @@
-"""Questions about nodes: a launch, a wait, of which group, what does it produce. The only copy.
+"""Questions about nodes: launches, waits, groups, values, places. The only copy.
 
 Contract
     Answers hold for Dynamo graphs (targets are overload packets, values under `example_value`)
@@ -20,14 +20,14 @@ from torch.utils import _pytree as pytree
 C10D: Final = torch.ops._c10d_functional
 SOURCE_LINE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 RESUMED: Final = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
-"""What Dynamo calls the rest of a function, behind a graph break."""
+"""Dynamo's name of the rest of a function, behind a graph break."""
 ASSERTIONS: Final = (
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten.sym_constrain_range.default,
     torch._check,
     torch._check_is_size,
 )
-"""What stops a program whose host integers are not what it says: the tracer's and the user's."""
+"""Calls that stop a program unless a condition on host integers holds: the tracer's and users'."""
 
 TORCH: Final = f"{Path(torch.__file__).parent}/"
 """Folder of torch's own files, with its end: torchtitan's begins alike."""
@@ -60,7 +60,7 @@ def argument_of(call: fx.Node, position: int, name: str, default: Any = None) ->
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether the node waits for a collective; `single_waits` makes such ones of all others."""
+    """Whether the node waits for a collective; `single_waits` turns all other waits into these."""
     return overload_name(node) == "_c10d_functional::wait_tensor"
 
 
@@ -121,7 +121,7 @@ def has_dynamic_splits(exchange: fx.Node) -> bool:
 
 
 def expression_of(size: Any) -> Any:
-    """Return what two equal sizes share: the number, or the symbolic expression; of a node too."""
+    """Return the number or expression of a size, or of a node; equal sizes have equal ones."""
     value = value_of(size) if isinstance(size, fx.Node) else size
     return value.node.expr if isinstance(value, torch.SymInt) else value
 
@@ -135,7 +135,7 @@ def where_equal(size: Any, length: Any, other: Any) -> Any:
 
 
 def number_of(size: Any) -> int | None:
-    """Return a size that can have one value only, as what the program asserts to be a number."""
+    """Return the value of a size that can have one only, such as by an assertion; else None."""
     expression = expression_of(size)
     return int(expression) if getattr(expression, "is_Integer", type(expression) is int) else None
 
@@ -162,8 +162,8 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
 def is_leaf(tensor: torch.Tensor) -> bool:
     """Whether no operator made the tensor, for autograd.
 
-    Asked itself of a view of memory that was written, autograd makes the view once more, with
-    symbols for its sizes that no node binds, or refuses.
+    For a view of memory that was written, `is_leaf` of autograd would make the view once more,
+    with symbols for its sizes that no node binds, or fail.
     """
     return not tensor._is_view() and tensor.is_leaf
 
@@ -171,13 +171,13 @@ def is_leaf(tensor: torch.Tensor) -> bool:
 def is_tangent(node: fx.Node) -> bool:
     """Whether the node of AOTAutograd's graph is an input that brings a gradient of a result.
 
-    It is told by its name, as torch's own partitioner tells it.
+    It is recognised by its name, as torch's own partitioner does it.
     """
     return node.op == "placeholder" and node.name.startswith("tangents")
 
 
 def has_gradient(node: fx.Node) -> bool:
-    """Whether a gradient flows through the node's value, as far as the tracer's values tell."""
+    """Whether a gradient flows through the node's value, by the tracer's values."""
     leaves = pytree.tree_leaves(value_of(node))
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
@@ -196,7 +196,7 @@ def known_rows(node: fx.Node) -> int:
 
 
 def is_assertion(node: fx.Node) -> bool:
-    """Whether the node stops the program unless a number of the host is as it says."""
+    """Whether the node stops the program unless a condition on host numbers holds."""
     return node.op == "call_function" and node.target in ASSERTIONS
 
 
@@ -218,19 +218,19 @@ def source_place(node: fx.Node) -> str:
 
 
 def place_of(file: str, line: Any, function: str) -> str:
-    """Return `file.py:line in function`, the function as the user calls it."""
+    """Return `file.py:line in function`, with the user's name of the function."""
     resumed = RESUMED.match(function)
     return f"{PurePath(file).name}:{line} in {resumed[1] if resumed else function}"
 
 
 def operator_at(node: fx.Node) -> str:
-    """Return what a user knows a node by: the operator, and the line that it stands on."""
+    """Return the operator of a node and the user's line that it stands on."""
     place = source_place(node)
     return f"{operator_of(node)} at {place}" if place else operator_of(node)
 
 
 def operator_of(node: fx.Node) -> str:
-    """Return the operator of a node, as a user knows it."""
+    """Return the operator of a node, by the name that a user knows."""
     if node.op == "output":
         return "the result of the graph"
     if node.op in ("placeholder", "get_attr"):

@@ -1,4 +1,4 @@
-"""Which nodes of a graph of AOTAutograd move whole rows: gathers, runs of rows, rows of zeros.
+"""Nodes of a graph of AOTAutograd that move whole rows: gathers, runs of rows, rows of zeros.
 
 Contract
     A node is said to move rows only where its arguments prove it: a matrix, a one-dimensional
@@ -78,7 +78,7 @@ def run_of_rows(node: fx.Node) -> fx.Node | None:
 
 
 def rows_joined(node: fx.Node) -> list[fx.Node] | None:
-    """Return what `node` concatenates along rows, each once; None for any other node."""
+    """Return the parts that `node` concatenates along rows, each once; None for any other node."""
     if node.target is not ATEN.cat.default:
         return None
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)

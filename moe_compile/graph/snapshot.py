@@ -17,11 +17,11 @@ from typing import Any, Final
 import torch.fx as fx
 
 VALUES: Final = ("val", "example_value")
-"""Keys in the meta of a node: what the tracer found it to make."""
+"""Keys in the meta of a node: its value by the tracer."""
 
 
 class Snapshot:
-    """What a graph was whose inputs no pass adds or removes."""
+    """The former state of a graph whose inputs no pass adds or removes."""
 
     def __init__(self, graph: fx.Graph) -> None:
         """Look at `graph`; the tensors its meta holds are shared, not copied."""
@@ -33,7 +33,7 @@ class Snapshot:
         return all(kept is not None and kept.is_still(node) for kept, node in pairs)
 
     def restore(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-        """Make `graph` what it was; return each node of then with the one that it is now."""
+        """Make `graph` what it was; return each old node with the new one in its place."""
         (output,) = graph.find_nodes(op="output")
         output.args = ()
         made = [n for n in graph.nodes if n is not output and n.op != "placeholder"]
@@ -55,10 +55,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """What a node was."""
+    """The former state of a node."""
 
     node: fx.Node
-    """Of the snapshot's time: it may have been erased since."""
+    """The node of the snapshot's time: it may have been erased since."""
     op: str
     target: Any
     args: tuple[Any, ...]

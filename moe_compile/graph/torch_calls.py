@@ -1,8 +1,8 @@
 """Calls of torch's own functions and methods in a Dynamo graph, with all their arguments by name.
 
 Contract
-    A function of anybody else is not taken for torch's, whatever it is called. A call that is given
-    an argument nobody looks at is not understood: the argument may change what the call means.
+    A function of others is not taken for torch's, whatever its name. A call that is given an
+    argument that the reader does not know is not understood: it may change what the call means.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def torch_name(node: fx.Node) -> str:
 
 
 def arguments_of(node: Any, name: str, *parameters: str) -> dict[str, Any] | None:
-    """Return the arguments of a call of torch's `name`, those left out not among them.
+    """Return the arguments of a call of torch's `name`, without those left out.
 
     `parameters` are in the order in which they are taken. None where the node calls something
     else, or gives any other argument.

@@ -1,11 +1,11 @@
 """The collectives of the user's program, as Dynamo captured it and before any pass.
 
 Contract
-    The answer speaks of operators, number formats and groups, never of sizes, of split lists or of
-    where the program stands in a file: ranks with other numbers of tokens, or with other code
-    around the same collectives, give the same.
+    The answer depends on operators, number formats and groups, never on sizes, on split lists or on
+    lines of a file: ranks with other numbers of tokens, or with other code around the same
+    collectives, give the same.
     Bodies of higher-order operators count where they are called. Sends and receives between two
-    ranks are left out: there each rank does something else by design.
+    ranks are left out: they differ by rank by design.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_compile.graph.query import (
 
 POINT_TO_POINT: Final = frozenset({"isend", "irecv", "batch_p2p_ops"})
 OUT_FORMS: Final = ("_out", "_")
-"""Endings of operators that are the same collective into memory the caller has."""
+"""Endings of operators that are the same collective into the caller's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +37,9 @@ class UserOrder:
     """The collectives of one program on one process group, in order."""
 
     collectives: tuple[str, ...]
-    """What each is to the other ranks: operator, number formats, settings such as `sum`."""
+    """Each as other ranks see it: operator, number formats, settings such as `sum`."""
     numbers: tuple[int, ...]
-    """Which of the program's collectives on any group these are."""
+    """Numbers of these among the program's collectives on any group."""
     places: tuple[str, ...]
     """The user's line that launches each: for messages only."""
     is_differentiated: bool = False
@@ -47,12 +47,12 @@ class UserOrder:
 
     @property
     def digest_of_numbers(self) -> str:
-        """Return a hash that is equal where others stand between these at the same places."""
+        """Return a hash that is equal where other groups' collectives stand at the same places."""
         return hashlib.sha256(str(self.numbers).encode()).hexdigest()[:8]
 
     @property
     def digest(self) -> str:
-        """Return a hash that is equal on ranks whose programs launch alike."""
+        """Return a hash that is equal on ranks whose programs launch the same collectives."""
         return hashlib.sha256("\n".join(self.collectives).encode()).hexdigest()[:32]
 
 

@@ -16,7 +16,7 @@ from moe_compile.graph.query import WAITS
 
 
 class EventKind(enum.Enum):
-    """What a line of generated code does. Values are the letters of `event_letters`."""
+    """Kinds of calls of generated code. Values are the letters of `event_letters`."""
 
     LAUNCH = "L"
     WAIT = "W"
@@ -35,7 +35,7 @@ class Event:
     group: str = ""
     """Process group of a launch."""
     names: tuple[str, ...] = ()
-    """The buffer a launch makes; what a wait is given, among it that buffer."""
+    """The buffer a launch makes; the arguments of a wait, among them that buffer."""
     line: str = ""
     """The generated line of a product or an attention: its operands, and where the result goes."""
 
@@ -78,7 +78,7 @@ def event_letters(events: tuple[Event, ...], kinds: str = "LWm") -> str:
 
 
 def products_under(events: tuple[Event, ...]) -> tuple[int, ...]:
-    """Return, per launch, how many matrix products run before the first wait for it."""
+    """Return, per launch, the number of matrix products before the first wait for it."""
     running: dict[str, int] = {}
     launches: list[int] = []
     for event in events:

@@ -1,1 +1,1 @@
-"""Whether the rows of a region may be computed apart: an interpreter of its body, and rules."""
+"""Proof that a region's rows may be computed apart: an interpreter of its body, and rules."""

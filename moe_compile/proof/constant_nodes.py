@@ -1,4 +1,4 @@
-"""Which inputs of a region are constants: made by factories, never written.
+"""Inputs of a region that are constants: made by factories, never written.
 
 Contract
     A node is constant only if no tensor that shares its memory is written anywhere in the graph.
@@ -21,14 +21,14 @@ CONCATENATIONS: Final = (torch.cat, torch.concat, torch.concatenate)
 
 
 def constant_nodes(region: MoERegion) -> list[fx.Node]:
-    """Return the inputs of `region` made of constants alone, and what makes them, in order."""
+    """Return the inputs of `region` made of constants alone, and the nodes that make them."""
     graph = region.result.graph
     needed = _above(_constants(region), region.others)
     return [node for node in graph.nodes if node in needed]
 
 
 def constants_behind(node: fx.Node, region: MoERegion) -> int:
-    """Return how many entries along dim 0 are constants, put behind one other tensor by `node`."""
+    """Return the number of constant entries that `node` puts behind one tensor along dim 0."""
     if node.target not in CONCATENATIONS or argument_of(node, 1, "dim", 0) != 0:
         return 0
     parts = argument_of(node, 0, "tensors")
@@ -51,7 +51,7 @@ def _constants(region: MoERegion) -> set[fx.Node]:
 
 
 def _is_call(node: fx.Node) -> bool:
-    """Whether the node is a call that makes the same each time: others' operators may not."""
+    """Whether the node is a call that gives the same each time; custom operators may not."""
     is_call = node.op in ("call_function", "call_method") and not is_launch(node)
     return is_call and not may_draw(node)
 

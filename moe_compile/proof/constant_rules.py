@@ -1,7 +1,7 @@
-"""What an operator makes of constants, or of one number: evaluated where they are few integers.
+"""Rules for operators on constants, or on one number: evaluated where they are few integers.
 
 Contract
-    A constant as long as the counts say has one value everywhere, or is not called constant.
+    A constant whose length depends on counts has one value everywhere, or is none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILLS: Final = frozenset(
 """Operators that make a tensor of one value; only shape and type of an input matter."""
 
 MOST_CELLS: Final = 1 << 12
-"""Of a tensor whose numbers are followed one by one."""
+"""Most elements of a tensor whose numbers are followed one by one."""
 
 SPREADS: Final = frozenset(
     {
@@ -65,9 +65,9 @@ def _number(call: Call, value: Any) -> Value:
 
 
 def fixed(call: Call) -> Value | list[Value]:
-    """Return what an operator makes of constants; as long as the counts say, perhaps.
+    """Return the results of an operator on constants, whose lengths may depend on the counts.
 
-    What reads a constant of such a length is no constant: the sum of its ones is a count.
+    The sum of a constant of such a length is no constant: the sum of its ones is a count.
     """
     dependent = call.reads_counts() or call.is_sized_by_counts()
     values = [call.value(t) for t in call.inputs]

@@ -1,12 +1,12 @@
-"""What an operator makes of counts and constants alone.
+"""Rules for operators on counts and constants alone.
 
 Contract
     A formula stands for exactly the integers the operator computes; where an operator is not
     followed the result is opaque, never a guess.
 
 Labels of rows: integers that are the same for all rows of a run, tables and counts of them.
-What an operator makes of labels is computed on one label per run, by the operator itself; it
-follows only where the operator does to every row what it does to one.
+The result of an operator on labels is computed on one label per run, by the operator itself.
+This is valid only where the operator treats every row alike.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ WHOLE: Final = frozenset({torch.int32, torch.int64})
 
 
 def from_counts(call: Call) -> Value | list[Value]:
-    """Return what an operator makes of counts, constants and tensors from outside."""
+    """Return the results of an operator on counts, constants and tensors from outside."""
     values = [call.value(t) for t in call.inputs]
     if _keeps_all(call) and (kept := _kept(call)) is not None:
         return _as_held(call, kept)
@@ -90,7 +90,7 @@ def from_counts(call: Call) -> Value | list[Value]:
 
 
 def _as_held(call: Call, result: Value | list[Value]) -> list[Value]:
-    """Return formulas whose numbers the type may not hold as what is not followed."""
+    """Return `result` with formulas whose numbers the type may not hold as unknown."""
     each = result if isinstance(result, list) else [result] * len(call.outputs)
     held = [_is_held(v, t.dtype) for v, t in zip(each, call.outputs, strict=True)]
     return [value if kept else UnknownIndex() for value, kept in zip(each, held, strict=True)]
@@ -114,7 +114,7 @@ def _keeps_all(call: Call) -> bool:
 
 
 def _kept(call: Call) -> Value | None:
-    source = call.inputs[-1]  # of `copy` too: what it copies
+    source = call.inputs[-1]  # of `copy` too: its source
     out = call.outputs[0]
     if out.dtype not in (*EXACT, source.dtype) or call.shape(out) != call.shape(source):
         return None
@@ -126,7 +126,7 @@ def _kept(call: Call) -> Value | None:
 
 
 def _reshaped(call: Call, values: list[Value]) -> Value | None:
-    """Return an index as wide as rows, or the vector taken of one; None of what is neither."""
+    """Return an index as wide as rows, or the vector taken of one; None of anything else."""
     known = values[0] if len(values) == 1 and call.name in RESHAPES else None
     source, out = call.inputs[0], call.outputs[0]
     if not isinstance(
@@ -273,7 +273,7 @@ INTEGERS: Final = (torch.int32, torch.int64, torch.bool)
 
 
 def follow(call: Call) -> Value | None:
-    """Return what an operator makes of labels; None where it is not followed."""
+    """Return the result of an operator on labels; None where it is not followed."""
     if (kept := _same_vector(call)) is not None:
         return kept
     labelled = [(t, v) for t in call.inputs if isinstance(v := call.value(t), Labels | LabelTable)]
@@ -290,7 +290,7 @@ def follow(call: Call) -> Value | None:
 
 
 def counted(call: Call) -> Value | None:
-    """Return how many rows have each label, as `histc` counts them; None of anything else."""
+    """Return the number of rows with each label, as `histc` counts them; None of anything else."""
     labels = call.value(call.inputs[0])
     if call.name != "histc" or not isinstance(labels, Labels):
         return None
@@ -322,7 +322,7 @@ def _dim(value: Labels | LabelTable) -> int:
 
 
 def _dim_of_runs(call: Call, labelled: list[tuple[torch.Tensor, int]]) -> int | None:
-    """Return which dimension of the result goes along the rows; None where it is not known."""
+    """Return the dimension of the result that goes along the rows; None where it is not known."""
     (tensor, dim), *others = labelled
     if call.name in WITH_ALL and not others:
         return MOVED[call.name](call, dim, tensor.dim())
@@ -340,7 +340,7 @@ def _dim_of_runs(call: Call, labelled: list[tuple[torch.Tensor, int]]) -> int | 
 
 
 def _on_runs(call: Call) -> torch.Tensor | None:
-    """Run the operator on one label per run; None where it reads what is not known."""
+    """Run the operator on one label per run; None where it reads an unknown value."""
 
     def of_runs(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -1,17 +1,17 @@
-"""Run what a region computes from counts on real counts, on the CPU.
+"""Run the part of a region that is computed from counts on real counts, on the CPU.
 
 Contract
-    Only what the wanted integers need is run; rows are not needed, and not there.
-    What would need values from outside the region raises Unevaluable.
+    Only steps that the wanted integers need are run; rows are not needed, and not there.
+    A step that needs values from outside the region raises Unevaluable.
     Neither the user's tensors nor any random state is touched.
 
 Pseudo-code
-    needed = steps that make or write the memory of what is wanted, found backwards
+    needed = steps that make or write the memory of the wanted tensors, found backwards
     per counts: run the needed steps in order; the host's reads give the sizes of later ones
 
-Run a Triton kernel of a graph on tensors of the CPU, by Triton's own interpreter.
-Where the interpreter cannot run it, it runs on the first CUDA device; where there is none,
-RuntimeError. Tensors written are written on the CPU.
+Triton kernels of a graph run on tensors of the CPU, by Triton's own interpreter.
+A kernel that the interpreter cannot run is run on the first CUDA device; without one
+RuntimeError is raised. Tensors written are written on the CPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TooLarge(Exception):
 
 
 MOST_ELEMENTS: Final = 1 << 26
-"""Of one tensor, half a gigabyte of int64: what compares 5,000 rows with each other has less."""
+"""Limit for one tensor, 512 MiB of int64: 5,000 rows compared with each other need less."""
 
 COMPUTED: Final[dict[type, Callable[[list[int]], int]]] = {
     sympy.Add: sum,
@@ -63,7 +63,7 @@ COMPUTED: Final[dict[type, Callable[[list[int]], int]]] = {
 
 
 def number(formula: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
-    """Return what `formula` is; raise Unevaluable where a symbol has no value."""
+    """Return the value of `formula`; raise Unevaluable where a symbol has no value."""
     if isinstance(formula, sympy.Symbol):
         if formula not in values:
             raise Unevaluable(f"the size {formula} comes from outside the region")
@@ -71,7 +71,7 @@ def number(formula: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
     if isinstance(formula, sympy.Integer):
         return int(formula)
     compute = COMPUTED.get(type(formula))
-    if compute is not None:  # what nearly all sizes are made of, much faster than below
+    if compute is not None:  # nearly all sizes are of these; much faster than below
         return int(compute([number(part, values) for part in formula.args]))
     try:
         return int(sympy_interp(PythonReferenceAnalysis, values, formula))
@@ -83,7 +83,7 @@ class CountRun:
     """The steps of one trace that some integers need."""
 
     def __init__(self, trace: Trace, facts: CountFacts, wanted: Iterable[torch.Tensor]) -> None:
-        """Find what `wanted` needs, and what the host reads."""
+        """Find the steps that `wanted` and the host's reads need."""
         self.facts = facts
         self.inputs = {id(given.tensor): given.node for given in trace.inputs}
         needed = storages_of(list(wanted))
@@ -111,9 +111,9 @@ class CountRun:
         *,
         skips: bool = False,
     ) -> Iterator[tuple[int, Step, OneRun]]:
-        """Run the steps on `given` counts; yield after each, with what there is then.
+        """Run the steps on `given` counts; yield after each, with the state of the run.
 
-        With `skips`, what needs values from outside the region is left out, and what reads that.
+        With `skips`, steps that need values from outside the region are left out, with readers.
         """
         run = run or OneRun(self.facts, sample)
         for key, node in self.inputs.items():
@@ -192,14 +192,14 @@ class OneRun:
         return self.tensors[id(fake)]
 
     def size(self, size: Any) -> int:
-        """Return a size as the sampled counts make it."""
+        """Return the value of a size for the sampled counts."""
         written = size.node._expr
         if written.free_symbols <= self.sizes.keys():
             return number(written, self.sizes)
         return number(self.facts.formula(size), self.sample)
 
     def real(self, leaf: Any) -> Any:
-        """Return what stands for one argument."""
+        """Return the real value of one argument."""
         if isinstance(leaf, torch.Tensor):
             return self.tensor(leaf)
         if isinstance(leaf, list | tuple):
@@ -247,11 +247,11 @@ class OneRun:
 
 
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
-"""What the interpreter may raise of code it cannot run, apart from its own error."""
+"""Exceptions that the interpreter may raise on code it cannot run, apart from its own error."""
 
 
 def run_kernel(node: fx.Node, value: Callable[[fx.Node], Any]) -> None:
-    """Run what a `triton_kernel_wrapper_mutation` node runs, on `value` of the nodes it reads."""
+    """Run the kernel of a `triton_kernel_wrapper_mutation` node on `value` of its inputs."""
     kernel: Any = kernel_side_table.get_kernel(_index(node, "kernel_idx"))
     constants = kernel_side_table.get_constant_args(_index(node, "constant_args_idx"))
     given = fx.node.map_arg((node.kwargs["kwargs"], node.kwargs["grid"]), value)

@@ -23,7 +23,7 @@ SMALL = range(4)
 SKEWED = 70
 """Most rows of a run where few runs hold most rows: beyond twice the alignments in use, 8 to 32."""
 LARGE = (300, 5_000, 70_000, 300_000)
-"""Rows, beyond what bfloat16 (256), float16 (2048; infinite from 65520) and int16 hold exactly, and
+"""Rows: more than bfloat16 (256), float16 (2048; infinite from 65520) and int16 hold exactly, and
 as many as a rank receives of 8 sequences of 4,096 tokens for 8 experts each."""
 
 Sample = dict[sympy.Symbol, int]
@@ -64,7 +64,7 @@ def large_samples(facts: CountFacts, *, spread: bool = True) -> Iterator[Sample]
 
 
 def _drawn(facts: CountFacts, own: list[sympy.Symbol], i: int, source: random.Random) -> Sample:
-    """Return none, balanced, skewed counts; or those of some experts alone, as a chunk has them."""
+    """Return zero, balanced or skewed counts; or those of some experts alone, as of a chunk."""
     num_local = facts.num_local_experts
     if i == 0:
         return dict.fromkeys(own, 0)
@@ -79,7 +79,7 @@ def _drawn(facts: CountFacts, own: list[sympy.Symbol], i: int, source: random.Ra
 
 
 def _filled(facts: CountFacts, values: Sample, source: random.Random) -> Sample:
-    """Return `values` and as large counts for the symbols that have none."""
+    """Return `values` with small counts added for the symbols that have none."""
     for symbol in (*facts.received, *facts.sent):
         values.setdefault(symbol, source.choice(SMALL))
     if facts.num_ranks == 1:  # what one rank sends it receives

@@ -1,8 +1,8 @@
 """Grouped GEMMs: rows up to each offset by the next expert's matrix.
 
 Contract
-    Group e holds all rows of expert e and no others. Of rows that an index not followed chose this
-    is taken for granted where sizes allow it, and noted as a premise to be checked.
+    Group e holds all rows of expert e and no others. For rows chosen by an index not followed this
+    is assumed where sizes allow it, and noted as a premise to be checked.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Gathers and scatters: what they make of the order of rows.
+"""Rules for gathers and scatters: the order of rows after them.
 
 Contract
     An index whose every entry follows from runs of rows moves an order exactly.
     An index not followed is equal to itself only: a scatter by it undoes a gather by it, where
-    no row can have been left out. It can not when the index is a permutation, when the rows left
-    out would be uninitialised memory, which no working program reads, or when the index was seen
-    to choose each row once, of as many as there are: samples of counts say so.
+    no row can have been left out. That holds when the index is a permutation, when the rows left
+    out would be uninitialised memory, which no working program reads, or when the index has as
+    many entries as there are rows and chooses each once on sampled counts.
     An index as wide as the rows, `index[:, None].expand(-1, D)`, moves them as the vector does.
 
 Reads and writes at the places of whole runs of rows, as a search for an expert finds them.
@@ -44,7 +44,7 @@ from moe_compile.regions.row_domain import (
 
 
 def gather(call: Call) -> Value | list[Value] | None:
-    """Return what reading by an index gives; None when the general rules are to say."""
+    """Return the result of reading by an index; None where the general rules apply."""
     form = indexing(call)
     if form is None:
         _refuse_mask(call)
@@ -110,7 +110,7 @@ def _by_label(call: Call, form: Indexing, base: Value, index: Labels) -> Value |
 
 
 def _slots(call: Call, form: Indexing, index: Labels) -> list[int]:
-    """Return which entry of the table each label reads: -1 and the last are the same."""
+    """Return the entry of the table that each label reads: -1 and the last are the same."""
     size = form.base.shape[form.dim]
     if not isinstance(size, int):
         raise call.unknown()
@@ -146,7 +146,7 @@ def _select(call: Call, form: Indexing, order: Order, index: UnknownIndex) -> Or
             if undone is None:
                 raise Left(Reason.ROWS_OUT_OF_ORDER, call.name)
             return undone
-        # of padding an index may choose some twice and leave some out: what sorts it undoes nothing
+        # an index may choose padding twice or leave it out: sorting such an index undoes nothing
         if undone is not None and length(undone) == total == length(call.facts.root):
             call.facts.note_all_rows(Selected(inverse_of, undone), total)
             return undone
@@ -156,7 +156,7 @@ def _select(call: Call, form: Indexing, order: Order, index: UnknownIndex) -> Or
 
 
 def _undone(order: Order, index: UnknownIndex) -> Order | None:
-    """Return the order before a gather by all of `index`, when `order` is just what that gave."""
+    """Return the order before a gather by all of `index`, if `order` is its result."""
     selected = order[0].rows if order else None
     if not isinstance(selected, Selected) or selected.index is not index:
         return None
@@ -165,7 +165,7 @@ def _undone(order: Order, index: UnknownIndex) -> Order | None:
 
 
 def scatter(call: Call) -> Value | list[Value] | None:
-    """Return what writing rows by an index into a new tensor gives."""
+    """Return the result of writing rows by an index into a new tensor."""
     form = indexing(call)
     values = [call.value(t) for t in call.inputs]
     has_rows = any(isinstance(v, Rows) for v in values)
@@ -261,7 +261,7 @@ def gather_places(call: Call, form: Indexing, base: Value, places: RunPositions)
 
 
 def scatter_places(call: Call, form: Indexing, places: RunPositions) -> Value:
-    """Return what `form.base` holds once its source was written at `places`, or added there."""
+    """Return the contents of `form.base` once its source was written or added at `places`."""
     assert form.source is not None
     call.known.searches = True
     if form.source.dim() != form.base.dim():

@@ -1,7 +1,7 @@
 """Indexing operators in one form: a tensor read or written along one dimension by one vector.
 
 Contract
-    An operator of another form is none of these: nothing is followed of it.
+    An operator of another form is not followed.
     An index as wide as the rows, `index[:, None].expand(-1, D)`, moves them as the vector does.
 """
 
@@ -17,7 +17,7 @@ from moe_compile.regions.row_domain import IndexPerColumn, Value
 
 INDEX_TYPES: Final = (torch.int32, torch.int64)
 MASKED: Final = ("index", "index_put", "_unsafe_index_put")
-"""Operators that take a mask for the indices of what is not 0 in it."""
+"""Operators that take a mask as the indices of its nonzero entries."""
 ELEMENTWISE: Final = ("gather", "scatter", "scatter_add")
 """Operators whose index has an entry for every element."""
 WRITES: Final = frozenset(
@@ -32,7 +32,7 @@ class Indexing:
     base: torch.Tensor
     dim: int
     index: torch.Tensor
-    """`[R]`, or what has in each row one entry of such a vector everywhere."""
+    """`[R]`, or a tensor each row of which repeats one entry of such a vector."""
     source: torch.Tensor | None = None
     adds: bool = False
     wraps: bool = False
@@ -63,7 +63,7 @@ def indexing(call: Call) -> Indexing | None:
 
 
 def index_of(call: Call, form: Indexing) -> Value:
-    """Return what is known of the vector by which rows are moved."""
+    """Return the value of the vector by which rows are moved."""
     value = call.value(form.index)
     return value.index if isinstance(value, IndexPerColumn) and call.name in ELEMENTWISE else value
 

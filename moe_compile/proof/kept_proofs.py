@@ -1,8 +1,8 @@
 """Proofs that were made before, for regions that differ from another in names only.
 
 Contract
-    What is found is what proving would give: see region_form.py for why. Refusals are not kept,
-    since they name the nodes and the lines of their own region.
+    A proof found is the one that proving would give: see region_form.py for why. Refusals are not
+    kept, since they name the nodes and the lines of their own region.
     No entry holds a graph, a tensor or a tracer; the latest `MOST` are kept.
 """
 
@@ -24,7 +24,7 @@ from moe_compile.regions.regions import RowProof
 MOST: Final = 64
 
 _KEPT: Final[OrderedDict[tuple[object, bool, KernelBits], RowProof]] = OrderedDict()
-"""Key of a form, whether sums round otherwise, and the model of last bits in use -> the proof, of
+"""Key of a form, whether sums round differently, and the model of last bits in use -> the proof, of
 places in place of names."""
 
 
@@ -38,7 +38,7 @@ class _Place:
 def kept_proof(form: RegionForm, *, may_round: bool) -> RowProof | None:
     """Return the proof of the region that has this form, None where no like region was proven.
 
-    A proof that needs no sums that round otherwise does for `may_round` too.
+    A proof that needs no sums that round differently serves `may_round` too.
     """
     for rounds in (False, True)[: 1 + may_round]:
         proof = _KEPT.get((form.key, rounds, bits()))
@@ -50,7 +50,7 @@ def kept_proof(form: RegionForm, *, may_round: bool) -> RowProof | None:
 
 
 def keep_proof(form: RegionForm, proof: RowProof, *, may_round: bool) -> None:
-    """Keep the proof of the region that has this form, unless it names something else."""
+    """Keep the proof of the region that has this form, unless it names others."""
     places = {node: _Place(number) for number, node in enumerate(form.nodes)}
     with suppress(KeyError):
         _KEPT[form.key, may_round, bits()] = _renamed(proof, places, form.symbols)
@@ -59,7 +59,7 @@ def keep_proof(form: RegionForm, proof: RowProof, *, may_round: bool) -> None:
 
 
 def forget() -> None:
-    """Forget all of them."""
+    """Forget all proofs kept."""
     _KEPT.clear()
 
 

@@ -1,15 +1,15 @@
-"""Where the last bits of a row's result depend on where the row lies in memory: a model says it.
+"""A model of where last bits of a row's result depend on the row's place in memory.
 
 Contract
-    A pass runs the same operators on the same rows in the same order. Whether a kernel then gives
-    every bit of the row again, a model answers, and reports hand its answer on (docs/numerics.md).
+    A pass runs the same operators on the same rows in the same order. A model answers whether a
+    kernel then gives the same bits for a row, and reports pass the answer on (docs/numerics.md).
     Nothing is refused for it, unless the model in use refuses: tests have a stricter one.
     The answer is "" where a model knows of no bit that changes.
 
-The model that is in use by default goes by a simple rule: on a CPU last bits may differ where what
-is computed of a row does not fill two vectors, which many kernels take at once, or where several
-threads share the rows; of heads and of experts with a capacity, on every CPU. It says so of some
-rows that round alike. On other devices every row is taken to be computed by the same code.
+The default model has a simple rule. On a CPU last bits may differ where a row's result does not
+fill two vectors, which many kernels take at once, or where several threads share the rows;
+for heads and experts with a capacity, on every CPU. The rule may name rows that round alike.
+On other devices every row is taken to be computed by the same code.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "_grouped_mm"})
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What may change last bits, and the node it is told of."""
+    """A possible change of last bits, and its node."""
 
     node: fx.Node
     detail: str
 
 
 class RowBits:
-    """What a model finds in one region, whose proof tells it of every operator."""
+    """The findings of a model in one region, whose proof passes it every operator."""
 
     def __init__(self) -> None:
         """Begin with nothing found."""
         self.found: Finding | None = None
 
     def said(self) -> str:
-        """Return what was found and in which operator, "" where nothing was."""
+        """Return the finding and its operator, "" where there is none."""
         return "" if self.found is None else f"{operator_of(self.found.node)}: {self.found.detail}"
 
     def note(self, node: fx.Node, detail: str) -> None:
-        """Note what may change last bits, unless it is "": what is found first is kept."""
+        """Note a possible change of last bits, unless it is ""; the first finding is kept."""
         if detail and self.found is None:
             self.found = Finding(node, detail)
 
     def follow(self, call: Call, results: Sequence[Value]) -> None:
-        """Take in `call` and what its outputs are proven to be, before anything is written."""
+        """Take in `call` and the proven values of its outputs, before anything is written."""
         computes = call.is_pointwise or call.name in PRODUCTS
         if computes and call.name not in SAME_VALUES:
             for tensor, value in zip(call.outputs, results, strict=True):
@@ -70,7 +70,7 @@ class RowBits:
         """Take in beforehand that `call` is only known to read all rows of one expert."""
 
     def follow_memory(self, call: Call, tensor: torch.Tensor, value: Value) -> None:
-        """Take in each tensor that `call` made or wrote, with what it is now."""
+        """Take in each tensor that `call` made or wrote, with its new value."""
 
     def follow_gradient(self, gradient: torch.Tensor) -> None:
         """Take in a gradient that a function written by hand is given."""
@@ -78,35 +78,35 @@ class RowBits:
 
 @dataclass(frozen=True, slots=True)
 class HeadBits:
-    """What may change last bits of attention in groups of heads."""
+    """Possible changes of last bits of attention in groups of heads."""
 
     groups: str = ""
-    """Of any size."""
+    """In groups of any size."""
     alone: str = ""
-    """Of one query head."""
+    """In groups of one query head."""
 
 
 class KernelBits:
-    """The model; this one is in use by default."""
+    """The model of last bits; this one is the default."""
 
     refuses: bool = False
     """Whether a region is left as it is where the model finds something."""
 
     def rows(self) -> RowBits:
-        """Return what is told of the operators of one region with its rows."""
+        """Return the object that follows the operators of one region with its rows."""
         return RowBits()
 
     def experts(self, whole: Sequence[Call], part: Sequence[Call]) -> str:
-        """Return what may round otherwise in chunks of experts with a capacity.
+        """Return the reason why chunks of experts with a capacity may round differently, or "".
 
-        `whole` and `part` are what a node computes of all experts and of some: the same operators.
+        `whole` and `part` are a node's operators on all experts and on some: the same ones.
         """
         del part
         on_a_cpu = any(is_cpu_float(tensor) for call in whole for tensor in call.outputs)
         return "experts share the vectors and threads of a kernel" if on_a_cpu else ""
 
     def heads(self, core: fx.Node, operands: Sequence[fx.Node], num_kv_heads: int) -> HeadBits:
-        """Return what may round otherwise in groups of heads of the attention `core`."""
+        """Return the reasons why groups of heads of the attention `core` may round differently."""
         del core, num_kv_heads
         tensors = map(tensor_of, operands)
         on_a_cpu = any(tensor is not None and is_cpu_float(tensor) for tensor in tensors)

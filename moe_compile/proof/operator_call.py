@@ -1,7 +1,7 @@
-"""One aten operator of a region's body, with what is known of its inputs.
+"""One aten operator of a region's body, with the proof's values of its inputs.
 
 Contract
-    What is known of a tensor is found by its identity, and forgotten where it is written.
+    The value of a tensor is found by its identity, and forgotten where it is written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Claim:
 
 @dataclass(slots=True)
 class Knowledge:
-    """What the proof knows so far."""
+    """The proof's knowledge so far."""
 
     facts: CountFacts
     reads: Reads = field(default_factory=Reads)
@@ -53,7 +53,7 @@ class Knowledge:
     """Concatenations along the rows, of tensors of one type and number of dimensions: where the
     only input is an empty vector, the result is one."""
     whole: dict[fx.Node, set[int]] = field(default_factory=dict)
-    """Node -> experts of whose rows it computes what was not proven row by row."""
+    """Node that is not proven row by row -> the experts whose rows it reads."""
     searches: bool = False
     """Whether rows are found by a search for labels, whose result is as long as it finds."""
     has_spread: bool = False
@@ -70,9 +70,9 @@ class Knowledge:
             self.claims.append(Claim(self.moment, tensor, value))
 
     def forget_aliases(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Forget what is known of all that shares memory with `tensor`, which is written.
+        """Forget the values of all tensors that share memory with `tensor`, which is written.
 
-        Return what was known of these.
+        Return those of them that had a value.
         """
         memory, forgotten = storages_of(tensor), []
         for key, (other, value) in self._values.items():
@@ -86,7 +86,7 @@ class Knowledge:
         return id(tensor) in self._values and self._values[id(tensor)][1] is None
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """Return what is known of `tensor`."""
+        """Return the value of `tensor`."""
         if id(tensor) in self._values:
             known = self._values[id(tensor)][1]
             if known is None:
@@ -98,7 +98,7 @@ class Knowledge:
 
 
 def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """Return the operator that computes what `func` writes in place; itself when it writes none.
+    """Return the functional form of `func`; `func` itself where it writes nothing in place.
 
     None where there is no such operator, or `func` changes the form of a tensor in place.
     """
@@ -113,17 +113,17 @@ def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 @dataclass(frozen=True, slots=True)
 class Call(Operator):
-    """One operator, with what is known where it runs."""
+    """One operator, with the proof's knowledge where it runs."""
 
     known: Knowledge
 
     @property
     def facts(self) -> CountFacts:
-        """What is known of the counts."""
+        """The facts about the counts."""
         return self.known.facts
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """Return what is known of an input."""
+        """Return the value of an input."""
         return self.known.value(tensor)
 
     def shape(self, tensor: torch.Tensor) -> list[sympy.Expr]:
@@ -135,7 +135,7 @@ class Call(Operator):
         return any(self.facts.depends_on_counts(a) for a in self.leaves if isinstance(a, SYMBOLIC))
 
     def is_sized_by_counts(self) -> bool:
-        """Whether a tensor read or made is as long as the counts say, in any dimension."""
+        """Whether a size of a tensor read or made depends on the counts, in any dimension."""
         tensors = (*self.inputs, *self.outputs)
         return any(self.facts.depends_on_counts(size) for t in tensors for size in t.shape)
 
@@ -150,8 +150,8 @@ class Call(Operator):
     def expert_of(self, order: Order) -> int | None:
         """Return the one expert of rows that a sum runs over; None when several.
 
-        Refuses padding that is as long as other experts' counts say: such sums, in products and in
-        gradients of what the rows read, round by the number of rows, padding included.
+        Refuses padding whose length depends on other experts' counts: such sums, in products and in
+        gradients of tensors that rows read, round by the number of rows, padding included.
         """
         expert = self.facts.expert_of(order)
         if expert is not None and self.facts.experts_of(length(order)) - {expert}:

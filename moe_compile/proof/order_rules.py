@@ -1,10 +1,10 @@
 """Sorts of labels, searches for them, spreads of counts: where the orders of rows come from.
 
 Contract
-    A stable sort of labels orders runs of rows exactly. One that is not stable is refused: in which
-    order it leaves the rows of one expert may depend on how many rows others have, and so then do
-    the roundings of sums over them, which gradients of weights are. Where these may round
-    otherwise it is taken for a stable one, as the chunks' then are.
+    A stable sort of labels orders runs of rows exactly. An unstable one is refused: its order of
+    one expert's rows may depend on how many rows others have, and so may the rounding of sums over
+    them, such as gradients of weights. Where these may round differently, it is taken for a stable
+    one, as the chunks' sorts then are.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def repeat_interleave(call: Call) -> Value | None:
 
 
 def nonzero(call: Call) -> Value | None:
-    """Return where labels are not 0, in one column; None of anything else."""
+    """Return the places of labels that are not 0, in one column; None of anything else."""
     labels = call.value(call.inputs[0])
     if not isinstance(labels, Labels) or call.inputs[0].dim() != 1:
         return None
@@ -105,7 +105,7 @@ def places_of(labels: Labels) -> RunPositions:
 
 
 def parts(call: Call) -> list[Value] | None:
-    """Return the parts of a permutation, cut where runs of what it gathers end; None of others."""
+    """Return the parts of a permutation, cut where runs of the rows it gathers end; else None."""
     value = call.value(call.inputs[0])
     is_arange = isinstance(value, UnknownIndex) and value.is_arange
     index = _of_rows_received(call) if is_arange else value
@@ -121,13 +121,13 @@ def parts(call: Call) -> list[Value] | None:
 
 
 def _of_rows_received(call: Call) -> Permutation | None:
-    """Return numbers from 0 on as where rows stand as received, if they are as many."""
+    """Return `arange` as the places of the rows as received, if it is as long as these."""
     root = call.facts.root
     return Permutation(root, root) if call.shape(call.inputs[0]) == [length(root)] else None
 
 
 def joined(call: Call) -> Value | None:
-    """Return the permutation that parts of one come to, all of it; None of others."""
+    """Return the permutation that a concatenation of all its parts gives; None of others."""
     places = [call.value(tensor) for tensor in call.inputs] if call.name == "cat" else []
     sources = {part.source for part in places if isinstance(part, RunPositions)}
     if len(sources) != 1 or not all(isinstance(part, RunPositions) for part in places):

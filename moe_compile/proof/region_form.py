@@ -1,18 +1,18 @@
-"""A region's form: all that its proof reads of it, and nothing that names.
+"""A region's form: everything that its proof reads of it, without names.
 
 Contract
-    Regions of equal forms differ in the names of nodes and symbols alone, so that what is proven of
-    one holds for the node at the same place of another, and for the symbol at the same place.
-    What cannot be told apart by its form gives no form: a tensor with values, an unknown object.
+    Regions of equal forms differ in names of nodes and symbols alone, so that a fact proven of a
+    node or symbol of one holds for that at the same place of another.
+    A region with an object that no form tells from others has none: a tensor with values, say.
 
 Why equal forms have equal proofs
-    The prover reads nodes of the region and what these are given; of them what they call, their
-    arguments, the forms of their tensors and the modes they run under; of tensors from outside
-    moreover their gradients, and which are constants; of the process how many threads share the
+    The prover reads the region's nodes and their inputs: the functions they call, their arguments,
+    the forms of their tensors and the modes they run under. Of tensors from outside it also reads
+    whether they have gradients and which are constants; of the process, how many threads share the
     rows of a product. All of it is in the form, in the prover's order. Sizes are expressions in
-    symbols. Of a symbol that only a run knows the form has what the tracer knows: its range, what
-    it is replaced by, what is asserted of it. Any other symbol stands for itself, since a proof may
-    fix what it is by a guard: its name and its tracer are in the form.
+    symbols. Of a symbol that only a run knows the form has the tracer's facts: its range, its
+    replacement, the assertions about it. Any other symbol stands for itself, since a proof may
+    fix its value by a guard: its name and its tracer are in the form.
     Functions, kernels and types are compared by identity. Only the stack traces of nodes are left
     out, and they are read for refusals, which are made anew.
 """
@@ -44,10 +44,10 @@ PLAIN: Final = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
     torch.memory_format, range, enum.Enum, type(None), type(...),
 )  # fmt: skip
-"""Types of which `repr` says all."""
+"""Types whose `repr` determines the value."""
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 KERNEL, CONSTANTS = "kernel_idx", "constant_args_idx"
-"""Arguments that number a Triton kernel, and what it is given beside tensors, in a table."""
+"""Arguments that number a Triton kernel, and its arguments beside tensors, in a table."""
 
 
 class _NoForm(Exception):
@@ -69,20 +69,20 @@ class _Same:
 
 @dataclass(frozen=True, slots=True)
 class RegionForm:
-    """What is equal for regions that differ in names alone, and what has the names in this one."""
+    """A key that is equal for regions that differ in names alone, and the names in this one."""
 
     key: tuple[object, ...]
     nodes: tuple[fx.Node, ...]
-    """By their places."""
+    """The nodes by their places."""
     symbols: Mapping[sympy.Symbol, sympy.Symbol]
-    """Symbol of the tracer -> what it is called by its place."""
+    """Symbol of the tracer -> its name by its place."""
 
 
 def form_of(region: MoERegion) -> RegionForm | None:
     """Return the form of `region`, None where it has none."""
     try:
         return _Writer(region).form()
-    except (_NoForm, AttributeError):  # this torch keeps elsewhere what is known of symbols
+    except (_NoForm, AttributeError):  # this torch keeps facts about symbols elsewhere
         return None
 
 
@@ -119,7 +119,7 @@ class _Writer:
         return RegionForm(key, tuple(self.nodes), self.symbols)
 
     def _kinds(self, constants: list[fx.Node]) -> list[list[fx.Node]]:
-        """Return which nodes the region calls what, and the order of the graph."""
+        """Return the nodes of each role in the region, and all nodes in graph order."""
         region = self.region
         launches = [region.count_exchange, *region.launches]
         kinds = [constants, region.body, region.count_side, region.others, launches, region.between]
@@ -128,13 +128,13 @@ class _Writer:
         return [*map(list, kinds), sorted(self.nodes)]
 
     def _place(self, node: fx.Node) -> int:
-        """Return the place of a node; of one that was not met yet, after it was written."""
+        """Return the place of a node, which is written first if it was not met yet."""
         if node not in self.nodes:
             self._outside(node)
         return self.nodes[node]
 
     def _outside(self, node: fx.Node) -> None:
-        """Write what is read of a node that is not run."""
+        """Write the facts that are read of a node that is not run."""
         place = self.nodes[node] = len(self.nodes)
         made = origin(node)
         body = body_named(node)
@@ -187,7 +187,7 @@ class _Writer:
         return f"object {number}"
 
     def _value(self, value: Any, place: Callable[[fx.Node], int] | None = None) -> str:
-        """Return the form of an argument, or of what the tracer found.
+        """Return the form of an argument, or of a value that the tracer found.
 
         `place` gives the places of nodes.
         """
@@ -226,7 +226,7 @@ class _Writer:
         return f"{type(tensor).__name__} {about} {sizes} memory {number}"
 
     def _size(self, size: Any) -> str:
-        """Return a size as it was computed, and as what the tracer found it to be since."""
+        """Return a size as it was computed, and as the tracer replaced it since."""
         if not isinstance(size, SYMBOLIC):
             return repr(size)
         env = size.node.shape_env
@@ -246,7 +246,7 @@ class _Writer:
         return self.written[expression]
 
     def _facts(self) -> None:
-        """Write what the tracer knows of symbols, of those met on the way too."""
+        """Write the tracer's facts about symbols, and about those met on the way."""
         known: set[sympy.Symbol] = set()
         while new := [symbol for symbol in self.symbols if symbol not in known]:
             known.update(new)

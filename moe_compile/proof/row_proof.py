@@ -2,34 +2,34 @@
 
 Contract
     A proof holds for any counts: running the body on the rows and the counts of some experts
-    gives the values, forward and backward, that running it on all gives for those rows. What is
-    not understood is refused, with the reason and the node.
-    No number of this rank's tokens decides: with none, or one, it proves what others prove.
+    gives the values, forward and backward, that running it on all gives for those rows. A node
+    that is not understood is refused, with the reason.
+    A rank with no token, or one, proves the same as others.
 
-What is not followed (kernels, arithmetic that makes an index) is not believed: where the proof
-needs that such an index and the group sizes agree about which rows belong to which expert, both
-are computed for sampled counts and compared (sampled_counts.py). The proof says on how many.
+Steps that are not followed (kernels, arithmetic that makes an index) are not trusted: where the
+proof needs such an index and the group sizes to agree on the rows of each expert, both are
+computed for sampled counts and compared (sampled_counts.py). The proof says on how many.
 
 Pseudo-code
     run the body on fake tensors, noting aten operators
-    received rows = every run of rows in the order the dispatch's split sizes tell
+    received rows = every run of rows in the order of the dispatch's split sizes
     for each operator: the value of its outputs follows from those of its inputs, or refuse
     the combine must send the rows back in the order received
-    what was taken for granted of indices must hold on sampled counts
+    premises about indices must hold on sampled counts
 
-Functions whose backward is written by hand (`torch.autograd.Function`): what it may do to rows.
+Functions whose backward is written by hand (`torch.autograd.Function`) may keep rows apart.
 The backward is followed as the forward is. Given a gradient for every row of a result, it must
 make a gradient for every row of an argument from that row alone. A gradient of a tensor from
 outside the region must be made of rows of one expert.
 
 Operators that read rows of one expert alone: whatever they do, a chunk does the same.
-A chunk of whole experts has all rows of each of its experts, in the order received, and what
-reads nothing else is computed from the same numbers. It must not run in chunks without the
-expert: of no rows it may make what is not a number, or a gradient that is not zero. Chunks of
-tokens have a part of an expert's rows: they need rows that are independent.
+A chunk of whole experts has all rows of each of its experts, in the order received, so that such
+an operator reads the same numbers. It must not run in chunks without the expert: on no rows it
+may give NaN, or a gradient that is not zero. Chunks of tokens have a part of an expert's rows:
+they need rows that are independent.
 
-Whether the sizes of a tensor agree with what the proof takes it for.
-A size that the tracer gave a symbol of its own is named by what the proof knows.
+The sizes of a tensor must agree with the value that the proof gives it.
+A size that the tracer gave a symbol of its own is named by the proof's formula.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ from moe_compile.regions.row_domain import (
 
 
 def prove_rows_independent(region: MoERegion, *, may_round: bool = False) -> RowProof | Left:
-    """Return what chunking `region` may rely on, or why not.
+    """Return the proof that chunking `region` relies on, or the refusal.
 
-    `may_round`: sums over rows may round otherwise, by the bounds of `outside_reads`.
+    `may_round`: sums over rows may round differently, by the bounds of `outside_reads`.
     One proof is made for all regions that differ in names only.
     """
     form = form_of(region)
@@ -164,7 +164,7 @@ class _Proof:
         return UnknownIndex()  # until a dispatch tells their order; nothing reads them before
 
     def follow(self, step: Step) -> None:
-        """Note what `step` makes known; raise Left where the proof ends."""
+        """Take in `step`; raise Left where the proof ends."""
         if isinstance(step, Operator):
             self._operator(step)
         elif isinstance(step, Produced):
@@ -214,7 +214,7 @@ class _Proof:
             return found
 
     def _name_sizes(self, step: Produced) -> None:
-        """Note what sizes are that the graph gave a symbol of its own, as to a slice's length."""
+        """Note formulas of sizes that the graph gave a symbol of their own, as a slice's length."""
         in_graph = tensor_of(step.node)
         if is_launch(step.node) or in_graph is None:
             return
@@ -259,7 +259,7 @@ class _Proof:
             raise Left(Reason.UNSTABLE_SORT, detail)
 
     def check_premises(self, trace: Trace) -> int:
-        """Return on how many sampled counts what was taken for granted holds; 0 if nothing was."""
+        """Return the number of sampled counts on which the premises hold; 0 without premises."""
         check_single_experts(self.region, trace, self.facts, self.known.claims)
         premises = self.facts.premises
         if not premises:
@@ -319,7 +319,7 @@ def _refused(node: fx.Node, why: Left) -> Left:
 
 
 def gradient_of(known: Knowledge, step: GradientOf) -> Value:
-    """Return what the gradient of a result is: of its rows, row by row."""
+    """Return the value of the gradient of a result: that of the result, row by row."""
     result = known.value(step.result)
     if not isinstance(result, Rows | OfExpert):
         raise Left(Reason.UNKNOWN_OPERATOR, f"{operator_at(step.node)}: a result without rows")
@@ -351,11 +351,11 @@ ANY_ROWS: Final = frozenset(
         Reason.ROWS_FROM_OUTSIDE,
     }
 )
-"""What need not be proven of an operator that reads one expert's rows."""
+"""Refusals that do not matter for an operator that reads one expert's rows."""
 
 
 def of_one_expert(call: Call, unproven: Left) -> list[Value]:
-    """Return what `call`, of which no rule says more, makes; raise `unproven` where it mixes."""
+    """Return the results of `call`, if it reads one expert's rows alone; else raise `unproven`."""
     values = [call.value(t) for t in call.inputs]
     expert = _the_expert(call, values)
     if expert is None or unproven.reason not in ANY_ROWS or not _reads_only(call, values, expert):
@@ -404,7 +404,7 @@ def _result(
 
 
 def checked(facts: CountFacts, tensor: torch.Tensor, value: Value) -> Value:
-    """Return `value` when the sizes agree with it: all known, one of them that of the order."""
+    """Return `value`; raise Left unless the tensor's sizes agree with it."""
     if isinstance(value, Rows):
         others = (*tensor.shape[: value.dim], *tensor.shape[value.dim + 1 :])
         if any(facts.depends_on_counts(other) for other in others):
@@ -425,7 +425,7 @@ def checked(facts: CountFacts, tensor: torch.Tensor, value: Value) -> Value:
 def is_channels_last(rows: torch.Tensor) -> bool:
     """Whether torch may find `rows`, outermost, to be laid out with the channels last.
 
-    It does not where there is no row, and so lays out what it makes of them in another way.
+    It does not where there is no row, and so lays out results in another way.
     """
     if rows.dim() not in (4, 5):
         return False

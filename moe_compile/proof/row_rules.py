@@ -1,4 +1,4 @@
-"""What an operator makes of rows: independent of one another, or the proof ends.
+"""Rules for operators on rows: rows stay independent of one another, or the proof ends.
 
 Contract
     A rule returns rows only where row i of the output depends on row i of the inputs, on
@@ -10,12 +10,12 @@ Contract
 Products are of rows of one expert only, padded at most by its own count: a chunk has all of them,
 so their number is the same.
 
-What is made of tensors from outside a region alone: of which of them, and of which entry.
-An entry is told only where it was taken from a tensor as the region was given it.
+A tensor made from tensors outside the region alone records which ones, and which entry. An entry
+is recorded only where it was taken from an input of the region itself.
 
-The arguments that the rules of the row proof look at, by operator.
-A call that gives any other argument a value other than its default is refused: what is not
-looked at may change which rows meet, or how a gradient is summed.
+`UNDERSTOOD` has the arguments that the rules look at, by operator.
+A call that gives any other argument a value other than its default is refused: that argument
+may change which rows meet, or how a gradient is summed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from moe_compile.regions.row_domain import (
 )
 
 SUMMED: Final = ("mul", "add", "sub")
-"""Elementwise operators of which the gradient of an operand adds products, one for an element."""
+"""Elementwise operators whose operands have sums of products as gradients, one per element."""
 
 
 def pointwise(call: Call) -> Value:
@@ -89,7 +89,7 @@ def _with_labels(value: Value) -> Value:
 
 
 def copied(call: Call) -> Value:
-    """What is written over counts for nothing."""
+    """The source of `copy`; the values it is written over do not matter."""
     source = call.argument("src")
     value = call.value(source)
     if isinstance(value, Rows) and call.shape(source) == call.shape(call.outputs[0]):
@@ -98,7 +98,7 @@ def copied(call: Call) -> Value:
 
 
 def _check_sizes(call: Call, constant: torch.Tensor, row_dim: int, order: Order) -> None:
-    """Refuse a constant beside rows that is as long as a chunk's rows, or counts, are not."""
+    """Refuse a constant beside rows whose sizes do not fit the rows, or depend on counts."""
     for dim, size in enumerate(call.shape(constant)):
         if dim == row_dim and size not in (1, length(order)):
             raise Left(Reason.ROWS_FROM_OUTSIDE, f"{call.name}: {size} rows of a constant")
@@ -181,7 +181,7 @@ ROW_RULES: Final[dict[str, Rule]] = {
 
 
 def apply(call: Call) -> Value | list[Value]:
-    """Return what `call` makes of what is known of its inputs; raise Left when not known."""
+    """Return the values of the results of `call`; raise Left where they are not known."""
     if call.name in constant_rules.FILLS:
         return constant_rules.fill(call)
     values = [call.value(t) for t in call.inputs]
@@ -224,7 +224,7 @@ def _on_rows(call: Call) -> Value | list[Value]:
 
 
 def from_outside(call: Call, given: Sequence[Outside]) -> Value | list[Value]:
-    """Return what an operator makes of tensors from outside and constants."""
+    """Return the results of an operator on tensors from outside and constants."""
     nodes = frozenset(node for value in given for node in value.nodes)
     counted = call.reads_counts() or call.is_sized_by_counts()
     if counted and call.name != "expand":
@@ -237,7 +237,7 @@ def from_outside(call: Call, given: Sequence[Outside]) -> Value | list[Value]:
 
 
 def _entries(call: Call) -> list[int] | None:
-    """Return which entry along dim 0 each result is; None where it is not one."""
+    """Return the entry along dim 0 that each result is; None where it is not one."""
     tensor = call.inputs[0]
     if call.name not in ("select", "unbind") or dim_of(call.argument("dim", 0), tensor.dim()):
         return None

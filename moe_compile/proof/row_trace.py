@@ -2,15 +2,15 @@
 
 Contract
     The body runs once on fake tensors, under the grad mode and the autocast that the graph runs it
-    under, and they require gradients where the tracer's do: functions look at both. Writes in
-    place are noted like any other operator. What it makes has the types that the tracer found.
-    What the host reads is not read again: sizes stay the symbols the tracer gave them.
+    under; the tensors require gradients where the tracer's do: functions look at both. Writes in
+    place are noted like any other operator. Results have the types that the tracer found.
+    Host reads are not repeated: sizes stay the symbols the tracer gave them.
 
-Run the graphs that higher-order operators run: of activation checkpoints, and of functions whose
-backward is written by hand.
-A graph runs under its own modes, inside of those that its call runs under. What the host reads
-there, and collectives, are refused. Gradients of a function written by hand are asked for once,
-each of the form of what it is the gradient of.
+Graphs inside higher-order operators are run too: those of activation checkpoints, and those of
+functions whose backward is written by hand.
+Such a graph runs under its own modes, inside of those that its call runs under. Host reads and
+collectives in it are refused. A backward written by hand runs once, on gradients of the form of
+the results.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Runner:
     steps: list[Step]
     modes: Mapping[fx.Node, Mode]
     dispatched: Mapping[fx.Node, fx.Node]
-    """Dispatch -> what is read of it."""
+    """Dispatch -> the node that gives its result."""
     inputs: list[Produced] = field(default_factory=list)
     env: dict[fx.Node, Any] = field(default_factory=dict)
 
@@ -100,7 +100,7 @@ class _Runner:
         return InnerRun(self._value, self.steps, node).higher_order(node)
 
     def _not_followed(self, node: fx.Node) -> None:
-        """Take what a higher-order operator writes for anything computed from what it reads."""
+        """Treat tensors that a higher-order operator writes as any function of those it reads."""
         written = written_arguments(node)
         if not written or value_of(node) is not None:
             raise _Stopped(node, Left(Reason.UNKNOWN_OPERATOR, str(node.target)))
@@ -131,7 +131,7 @@ class _Stopped(Exception):
 
 
 def trace_body(region: MoERegion, *, may_round: bool = False) -> Trace | tuple[fx.Node, Left]:
-    """Return what runs between dispatch and combine, or the node where tracing stopped.
+    """Return the steps between dispatch and combine, or the node where tracing stopped.
 
     `may_round`: sorts that leave the order of rows open are taken for stable ones.
     """
@@ -173,7 +173,7 @@ FUNCTION: Final = "autograd_function_apply"
 
 
 class NotRun(Exception):
-    """A graph could not be run; carries why."""
+    """A graph could not be run; carries the refusal."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         """Keep the refusal."""
@@ -192,7 +192,7 @@ def _number_of_graphs(name: str) -> int:
 
 
 def run_node(node: fx.Node, value: Callable[[Any], Any]) -> Any:
-    """Call what `node` calls, on what `value` returns for the nodes it reads."""
+    """Run the call of `node`, on the `value` of each node it reads."""
     if node.op not in ("call_function", "call_method"):
         raise NotRun(Reason.UNKNOWN_OPERATOR, node.op)
     return call(node, *fx.node.map_arg((node.args, node.kwargs), value))
@@ -207,14 +207,14 @@ class InnerRun:
         steps: list[Step],
         outer: fx.Node,
     ) -> None:
-        """Read what is around the operator by `value`; add what is made to `steps`.
+        """Read nodes around the operator by `value`; add the steps it makes to `steps`.
 
         `outer` is the node of the region that runs all of it.
         """
         self._value, self._steps, self._outer = value, steps, outer
 
     def higher_order(self, node: fx.Node) -> Any:
-        """Return what an operator makes that runs graphs."""
+        """Return the result of an operator that runs graphs."""
         given = [a for a in node.args if not (isinstance(a, fx.Node) and a.op == "get_attr")]
         arguments = fx.node.map_arg(given, self._value)
         graphs = [body.graph for body in bodies(node)]

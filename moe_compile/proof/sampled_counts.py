@@ -1,19 +1,18 @@
-"""Check on sampled counts what the row proof took for granted of indices it could not follow.
+"""Check on sampled counts the premises of the row proof about indices it could not follow.
 
 Contract
     A region passes only where, for every sampled vector of counts, each stretch of rows that an
     index not followed chose holds every row of its expert once, and no other; permutations are
-    permutations; sizes, labels and orders that were followed are what was computed.
-    What cannot be evaluated without values from outside the region is refused. Large counts are
+    permutations; sizes, labels and orders that were followed are those computed.
+    A premise that needs values from outside the region is refused. Large counts are
     left out where a tensor would have more than `MOST_ELEMENTS`; integers from 2^24 on, which
     float32 does not hold, are never tried.
     The verdict is the same on every rank that has the same graph.
 
-Run what the host computes from the integers that it reads in a region, on sampled counts.
-What needs values from outside the region is left out.
-
-The rows of one sample of counts, numbered: what orders and indices make of them.
-Every row received has a number of its own; padding has none.
+The host's arithmetic on integers that it reads in a region is run on sampled counts too, but
+for arithmetic that needs values from outside the region.
+To apply orders and indices to a sample, every row received has a number of its own; padding has
+none.
 """
 
 from __future__ import annotations
@@ -62,11 +61,11 @@ from moe_compile.regions.row_domain import (
 )
 
 INTERPRETED = 4096
-"""Counts in all that a kernel is interpreted for, about 2 s: 0.5 ms a count on one core."""
+"""Total of counts that a kernel is interpreted for, about 2 s: 0.5 ms a count on one core."""
 
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
             AssertionError)  # fmt: skip
-"""What running an operator on tensors it was not written for may raise."""
+"""Exceptions that an operator may raise on tensors it was not written for."""
 
 
 def check_on_samples(
@@ -76,7 +75,7 @@ def check_on_samples(
     claims: Iterable[Claim],
     premises: Iterable[Premise],
 ) -> int:
-    """Return on how many vectors of counts `premises` and `claims` hold; raise Left."""
+    """Return the number of sampled counts on which `premises` and `claims` hold; or raise Left."""
     premises, claims = tuple(dict.fromkeys(premises)), tuple(claims)
     indices = {i for p in premises for i in _indices((p.rows.parent, p.rows))}
     wanted = [claim.tensor for claim in claims if claim.value in indices]
@@ -110,11 +109,11 @@ def check_on_samples(
 def check_single_experts(
     region: MoERegion, trace: Trace, facts: CountFacts, claims: Iterable[Claim]
 ) -> None:
-    """Raise Left where what is computed from counts fails for rows of one expert, or of none.
+    """Raise Left where a computation from counts fails for rows of one expert, or of none.
 
     A chunk may have no others, though this rank's experts together have. Operators that are not
-    torch's are tried where a premise needs them; values from outside the region are not there, and
-    what needs them is not tried.
+    torch's are tried where a premise needs them. Operators that need values from outside the
+    region are not tried.
     """
     known = [c.tensor for c in claims if not reads_outside(c.value)]
     run, host = CountRun(trace, facts, known), HostRun(region, trace)
@@ -185,7 +184,7 @@ class HostRun:
     """The host's arithmetic in one region, and the sizes of its tensors."""
 
     def __init__(self, region: MoERegion, trace: Trace) -> None:
-        """Find what is to be computed; equal sizes are looked at once."""
+        """Collect the arithmetic and the sizes; equal sizes are looked at once."""
         found = (node for node in region.body if is_host_arithmetic(node))
         self._nodes = [node for node in found if not is_assertion(node)]
         made = pytree.tree_leaves([s.out for s in trace.steps if isinstance(s, Operator)])
@@ -196,7 +195,7 @@ class HostRun:
     def on(self, run: OneRun) -> None:
         """Compute every number and every size, with the integers that `run` has read.
 
-        Raises what the host's arithmetic raises, ValueError for a negative size.
+        Passes on errors of the host's arithmetic; raises ValueError for a negative size.
         """
         numbers: dict[fx.Node, Any] = {}
 
@@ -217,7 +216,7 @@ class HostRun:
 
 
 class Differs(Exception):
-    """What was computed is not what the proof took for granted."""
+    """A computed value is not the one that the proof assumed."""
 
 
 class _Numbered(NamedTuple):
@@ -306,9 +305,9 @@ class SampledRows:
     def check_premise(self, premise: Premise) -> None:
         """Raise unless the stretch holds every row of its experts once.
 
-        One expert's rows stand first, padding behind them, and in the order received: no other
-        order is known to be the same whatever rows the other experts have, and so are the
-        roundings of sums over these rows, which gradients of weights are.
+        One expert's rows stand first, padding behind them, and in the order received: any other
+        order might depend on the other experts' rows, and so might the rounding of sums over
+        these rows, such as gradients of weights.
         """
         numbers, experts = self._order(premise.rows.parent)
         own = torch.isin(experts, torch.tensor(sorted(premise.experts), device="cpu"))
@@ -321,7 +320,7 @@ class SampledRows:
             raise Differs(f"rows of {whose} are not in the order received")
 
     def check(self, claim: Claim, tensor: torch.Tensor) -> None:
-        """Raise unless `tensor` holds what the proof followed."""
+        """Raise unless `tensor` holds the integers that the proof followed."""
         value = claim.value
         if isinstance(value, IndexPerColumn):
             columns = tensor.flatten(1)

@@ -1,7 +1,7 @@
 """Tables with an entry per expert, spread over rows by the group that each row's place is in.
 
 Contract
-    A place is in group e where it is below the e-th end and no earlier one. What is spread meets
+    A place is in group e where it is below the e-th end and no earlier one. A spread table meets
     rows only where group e holds all rows of expert e and no others, so that its entry, and the
     gradient of it, are of one expert. Rows behind the last group meet constants.
 
@@ -31,7 +31,7 @@ from moe_compile.regions.row_domain import (
 
 
 def groups(call: Call) -> Value | None:
-    """Return what a search for each place in the ends of groups gives; None for another search."""
+    """Return the groups found by a search of each place in their ends; None for another search."""
     ends, places = (call.value(call.argument(name)) for name in ("sorted_sequence", "self"))
     if not isinstance(ends, Formulas) or call.argument("sorted_sequence").dim() != 1:
         return None
@@ -45,7 +45,7 @@ def groups(call: Call) -> Value | None:
 
 
 def entries(call: Call, base: torch.Tensor, dim: int, index: GroupOfRow) -> Value | None:
-    """Return a table read by group; None where its entries are not one for each and a constant."""
+    """Return a table read by group; None unless it has one entry for each and a constant."""
     table = call.value(base)
     if not isinstance(table, Outside) or dim != 0 or table.behind != 1:
         return None
@@ -55,9 +55,9 @@ def entries(call: Call, base: torch.Tensor, dim: int, index: GroupOfRow) -> Valu
 
 
 def with_spread(call: Call) -> Value:
-    """Return what an operator makes of a spread table: a copy of it, or rows that it is added to.
+    """Return the result of an operator on a spread table: a copy of it, or the rows that it meets.
 
-    Of other operators nothing is known.
+    Other operators are refused.
     """
     values = [call.value(t) for t in call.inputs]
     if len(values) == 1 and call.name in SAME_VALUES and isinstance(values[0], PerExpertTable):

@@ -1,4 +1,4 @@
-"""What a region's body does, step by step, as the row proof reads it.
+"""The steps of a region's body, as the row proof reads them.
 
 Contract
     Tensors are fake, and told apart by identity.
@@ -17,7 +17,7 @@ from moe_compile.dims.record import Operator
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """`node` produced `tensor`: an input of the body, or what one of its nodes returned.
+    """`node` produced `tensor`: an input of the body, or the result of one of its nodes.
 
     For a combine, the rows it sends.
     """
@@ -36,7 +36,7 @@ class HostRead:
 
 @dataclass(frozen=True, slots=True)
 class NotFollowed:
-    """`node` filled `tensor` from what it reads: `inputs`."""
+    """`node` filled `tensor` from its `inputs`."""
 
     node: fx.Node
     tensor: torch.Tensor

@@ -1,4 +1,4 @@
-"""Views, splits and joins of rows: where the row dimension goes, and in which order.
+"""Rules for views, splits and joins of rows: the new row dimension and the order of rows.
 
 Contract
     A view keeps the row dimension whole or is refused.
@@ -55,7 +55,7 @@ def reshaped(call: Call) -> Value:
 
 
 def _whole_dim(before: Shape, dim: int, after: Shape) -> int | None:
-    """Return which dimension of `after` holds what `dim` of `before` does, None where none does."""
+    """Return the dimension of `after` that holds the same as `dim` of `before`; else None."""
     ahead = sympy.Mul(*before[:dim])
     alike = (d for d, size in enumerate(after) if size == before[dim])
     return next((d for d in alike if sympy.Mul(*after[:d]) == ahead), None)
@@ -64,7 +64,7 @@ def _whole_dim(before: Shape, dim: int, after: Shape) -> int | None:
 def row_dim_through(
     facts: CountFacts, rows: torch.Tensor, dim: int, other: torch.Tensor
 ) -> int | None:
-    """Return which dimension of `other` holds the rows that `dim` of `rows` holds.
+    """Return the dimension of `other` that holds the rows that `dim` of `rows` holds.
 
     None unless both are views of one memory, of all the same elements in the same order.
     """
@@ -145,7 +145,7 @@ def _pieces(call: Call, order: Order, sizes: list[sympy.Expr]) -> list[Order]:
 
 
 def _kept(call: Call, order: Order, piece: Order) -> Order:
-    """Return `piece` of `order`; a part of what an index not followed chose is some experts'."""
+    """Return `piece` of `order`; parts of rows of an unknown order must be whole experts."""
     for segment in piece:
         is_part = is_selected(segment) and segment not in order
         if is_part and not call.facts.note_experts_of(segment):

@@ -1,9 +1,9 @@
 """Operators that treat rows apart, by the table of `moe_compile/dims/operators.py`.
 
 Contract
-    Rows are a factor of their dimension. Raises Left where the table has their indices come
-    together, or meet those of what is not in their order.
-    What is read beside rows is taken to have a gradient that is a sum over them.
+    Rows are a factor of their dimension. Raises Left where, by the table, rows are mixed, or meet
+    entries that are not in their order.
+    A tensor read beside rows is taken to have a gradient that is a sum over them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_compile.regions.row_domain import Fixed, Outside, Rows, Value
 
 
 class _Lengths(SizeNumbers):
-    """Numbers that stand for sizes by what these are in the counts."""
+    """Numbers that stand for sizes, by their formulas in the counts."""
 
     def __init__(self, call: Call, rows: sympy.Expr) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Lengths(SizeNumbers):
 
 
 def within_rows(call: Call) -> Value | list[Value]:
-    """Return what an operator makes of rows that it treats apart; raise Left where it does not."""
+    """Return the results of an operator that treats rows apart; raise Left where it does not."""
     values = [(tensor, call.value(tensor)) for tensor in call.inputs]
     if not all(isinstance(value, Rows | Fixed | Outside) for _, value in values):
         raise call.unknown()
@@ -64,7 +64,7 @@ def within_rows(call: Call) -> Value | list[Value]:
 
 
 def _followed(call: Call, values: Sequence[tuple[torch.Tensor, Value]]) -> tuple[Flow, Factor]:
-    """Return what the operator does to factors, and the factor that is the rows."""
+    """Return the flow of factors through the operator, and the factor that is the rows."""
     lengths = [t.shape[value.dim] for t, value in values if isinstance(value, Rows)]
     numbers = _Lengths(call, call.facts.formula(lengths[0]))
     flow, rows = Flow(call.node, numbers, Notes()), Factor(numbers.product_of(lengths[0]))
@@ -80,7 +80,7 @@ def _followed(call: Call, values: Sequence[tuple[torch.Tensor, Value]]) -> tuple
 
 
 def _place(call: Call, flow: Flow, tensor: torch.Tensor, rows: Factor) -> int:
-    """Return the dimension of a result that the rows are in, and nothing else."""
+    """Return the dimension of a result that holds the rows, and nothing else."""
     found = [] if flow.of(tensor).dims is None else flow.dims(tensor)
     if found.count([rows]) != 1:
         raise call.unknown()

@@ -1,9 +1,9 @@
-"""Writes through slices: what a tensor holds once some of its rows were written by a view of them.
+"""Writes through slices: the contents of a tensor once some rows were written by a view.
 
 Contract
-    Followed are slices along the dimension that holds rows, or will hold them, where one run of
-    rows ends and another begins. What shares memory with a write in any other way is forgotten,
-    and reading it ends the proof.
+    Slices are followed along the dimension that holds rows, or will hold them, if they start and
+    end between runs of rows. Any other tensor that shares memory with a write is forgotten, and
+    reading it ends the proof.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class WrittenParts:
-    """Which tensors are slices of which."""
+    """The slices of tensors that were taken, and the rows that were written."""
 
     known: Knowledge
     _parts: dict[int, _Part] = field(default_factory=dict)
     _experts: dict[fx.Node, set[int | None]] = field(default_factory=dict)
-    """Node that writes -> whose rows; None for what is not of one expert."""
+    """Node that writes -> experts of the rows; None for rows that are not of one expert."""
 
     def follow(self, call: Call) -> None:
         """Note the slice that `call` takes; name its size where the tracer gave it a new one."""
@@ -58,7 +58,7 @@ class WrittenParts:
             call.facts.read_on_host(out.shape[dim], end - start)
 
     def note_writer(self, call: Call, value: Value | None) -> None:
-        """Note whose rows `call` writes in place: those it is given, or all of what it writes."""
+        """Note the expert of the rows that `call` writes in place: of its source or its result."""
         source = call.argument("source", call.argument("values"))
         rows = call.value(source) if isinstance(source, torch.Tensor) else value
         whose = call.facts.is_rows_of_one(rows.order) if isinstance(rows, Rows) else None
@@ -74,7 +74,7 @@ class WrittenParts:
     def written(
         self, tensors: Iterable[torch.Tensor], call: Call, values: Sequence[Value]
     ) -> Iterator[tuple[torch.Tensor, Value]]:
-        """Yield what memory holds that `call` wrote through `tensors`; it returned `values`."""
+        """Yield the values of memory that `call` wrote by `tensors`; it returned `values`."""
         returned = {id(t): value for t, value in zip(call.outputs, values, strict=True)}
         given = [*tensors]
         for tensor in given:
@@ -87,9 +87,9 @@ class WrittenParts:
     def _overwrite(
         self, tensor: torch.Tensor, value: Value | None
     ) -> list[tuple[torch.Tensor, Value]]:
-        """Forget what shares memory with `tensor`, which now holds `value`, None: not known what.
+        """Forget tensors that share memory with `tensor`, which now holds `value`; None: unknown.
 
-        Return what is known of the tensors that it is a slice of, and of other views of all of it.
+        Return the values of the tensors that it is a slice of, and of other views of all of it.
         """
         found: list[tuple[torch.Tensor, Value]] = []
         while value is not None and (part := self._parts.get(id(tensor))) is not None:
@@ -106,7 +106,7 @@ class WrittenParts:
     def _views(
         self, written: torch.Tensor, rows: Rows, others: list[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, Value]]:
-        """Yield which of `others` show the rows that were written, and in what dimension."""
+        """Yield those of `others` that show the rows that were written, with their values."""
         for view in others:
             dim = row_dim_through(self.known.facts, written, rows.dim, view)
             if view is not written and dim is not None:

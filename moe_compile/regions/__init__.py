@@ -1,1 +1,1 @@
-"""A MoE region: how it is found, what is known of its rows and counts, what is around it."""
+"""MoE regions: how they are found, and the facts about their rows, counts and surroundings."""

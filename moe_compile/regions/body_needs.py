@@ -1,7 +1,7 @@
-"""What of a region's body makes the rows sent back, once rows and counts are given.
+"""The nodes of a region's body that compute the rows sent back from given rows and counts.
 
 Contract
-    Nodes that only arrange the exchanges are no part of it: split sizes, launches, waits.
+    Nodes that only arrange the exchanges are excluded: split sizes, launches, waits.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ class BodyNeeds:
     """The experts' own part of a region."""
 
     received: tuple[fx.Node, ...]
-    """The dispatch and its waits: what the experts are given comes instead."""
+    """The dispatch and its waits: the rows given to the experts replace them."""
     num_rows: tuple[fx.Node, ...]
     """Sizes that say how many rows were received in all."""
     nodes: tuple[fx.Node, ...]
-    """What makes the rows sent back of received rows, their number and the counts, in order."""
+    """Nodes that compute the rows sent back from received rows, their number and the counts."""
     reads_host: bool
-    """Whether the host reads integers for it, apart from `num_rows`."""
+    """Whether these nodes read integers on the host, apart from `num_rows`."""
     reads_sent: bool
-    """Whether it reads how many rows this rank sends."""
+    """Whether they read the number of rows that this rank sends."""
 
 
 def needs_of_body(region: MoERegion) -> BodyNeeds:
-    """Return what of `region` is needed to compute what its combine sends."""
+    """Return the parts of `region` needed to compute the rows that its combine sends."""
     dependence = region.facts.dependence
     received = (region.dispatch, *waits_on(region.dispatch))
     rows = next((t for n in reversed(received) if (t := tensor_of(n)) is not None), None)

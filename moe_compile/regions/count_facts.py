@@ -1,4 +1,4 @@
-"""What the counts say: which expert a size belongs to, and when it is zero.
+"""Facts that follow from the counts: the expert that a size belongs to, and when it is zero.
 
 Contract
     Every size is a formula in the counts, one symbol per count. A size that
@@ -22,9 +22,9 @@ from moe_compile.regions.row_domain import Order, Segment, Selected, is_padding
 
 @dataclass(frozen=True, slots=True)
 class Premise:
-    """Of what an index not followed chose, `length` rows from `start` on are those of `experts`.
+    """An assumption: `length` rows from `start` on, chosen by an unknown index, are of `experts`.
 
-    Each row once; those of one expert alone in the order received, with padding behind them.
+    Each row stands once; rows of a single expert are in the order received, padding behind them.
     """
 
     rows: Selected
@@ -44,19 +44,19 @@ class CountFacts:
         self.root: Order = ()
         """The rows as received; empty until the dispatch was seen."""
         self.premises: list[Premise] = []
-        """What the proof took for granted of indices it could not follow."""
+        """Assumptions of the proof about indices it could not follow."""
         self.group_ends: list[torch.Tensor] = []
-        """Tensors that say where groups of such rows end."""
+        """Tensors of the offsets at which groups of such rows end."""
         self._expert = {s: k % num_local_experts for k, s in enumerate(self.received)}
         self._expert |= {s: k % num_local_experts for k, s in enumerate(self.sent)}
         self._formula: dict[sympy.Symbol, sympy.Expr] = {}
         self._outside: frozenset[sympy.Symbol] = frozenset()
 
     def renamed(self, names: Mapping[sympy.Symbol, sympy.Symbol]) -> CountFacts:
-        """Return what these facts are where the tracer's symbols have other names.
+        """Return these facts with the tracer's symbols renamed.
 
-        Left out are symbols that have none there, which no size in the graph has, and what was
-        taken for granted. Raises KeyError where a formula reads such a symbol.
+        Symbols without a new name, which no size in the graph has, and premises are left out.
+        Raises KeyError where a formula reads such a symbol.
         """
         counts = {one: one for one in (*self.received, *self.sent)}
         known = {**names, **counts}
@@ -74,7 +74,7 @@ class CountFacts:
         return tuple(sympy.Symbol(f"{name}_{k}", **options) for k in range(count))
 
     def set_outside(self, sizes: Sequence[Any]) -> None:
-        """Note sizes that are the same whatever the counts."""
+        """Note sizes that do not depend on the counts."""
         symbols = (s for size in sizes for s in _expression(size).free_symbols)
         self._outside = frozenset(symbols)
 
@@ -93,7 +93,7 @@ class CountFacts:
     def formula(self, size: Any) -> sympy.Expr:
         """Return an integer or symbolic size as a formula in the counts.
 
-        Read as the program wrote it, before what tracing found out about this rank alone: a rank
+        It is read as the program wrote it, before tracing specialised it to this rank: a rank
         without tokens sends no rows, and its tracer writes 0 for every count it sends.
         """
         written = _written(size).xreplace(self._formula)
@@ -105,7 +105,7 @@ class CountFacts:
     def formula_written(self, size: Any) -> sympy.Expr | None:
         """Return the formula of a size as the program computed it; None where it is not followed.
 
-        What tracing learnt of it, from an assertion of the program perhaps, is not used.
+        Facts that tracing learnt, such as from an assertion of the program, are not used.
         """
         formula = _written(size).xreplace(self._formula) if isinstance(size, torch.SymInt) else None
         known = self._outside.union(self._expert)
@@ -121,7 +121,7 @@ class CountFacts:
         return bool(self.formula(size).free_symbols - self._outside)
 
     def experts_of(self, formula: sympy.Expr) -> frozenset[int | None]:
-        """Return the experts whose counts `formula` reads; None among them for what is unknown."""
+        """Return the experts whose counts `formula` reads, with None for unknown symbols."""
         symbols = formula.free_symbols - self._outside
         return frozenset(self._expert.get(symbol) for symbol in symbols)
 
@@ -130,7 +130,7 @@ class CountFacts:
         return self._expert[count]
 
     def left_without(self, formula: sympy.Expr, expert: int) -> int | None:
-        """Return what `formula` is whenever the counts of `expert` are 0; None: no one number."""
+        """Return `formula` with the counts of `expert` set to 0; None if not one number."""
         zeros = {s: sympy.S.Zero for s, e in self._expert.items() if e == expert}
         left = formula.xreplace(zeros)
         return int(left) if left.is_Integer else None
@@ -140,7 +140,7 @@ class CountFacts:
         return self.left_without(formula, expert) == 0
 
     def rows_of(self, expert: int) -> sympy.Expr:
-        """Return how many rows of `expert` were received."""
+        """Return the number of rows of `expert` that were received."""
         return sympy.Add(*(s.length for s in self.root if s.expert == expert))
 
     def run(self, count: sympy.Expr) -> Segment:
@@ -190,9 +190,9 @@ class CountFacts:
     def _expert_of_segment(self, segment: Segment) -> int | None:
         """Return the expert of a segment.
 
-        Rows that an index not followed chose: a stretch whose length follows from one expert's
-        counts alone and has room for all its rows, behind stretches that are not its own, holds
-        them: the index and the sizes are two answers of one body to the same counts.
+        Of rows chosen by an index not followed, a segment holds all rows of one expert if its
+        length follows from that expert's counts alone and has room for them, and its start does
+        not depend on them: the index and the sizes are computed by one body from the same counts.
         """
         if not isinstance(segment.rows, Selected):
             return segment.expert
@@ -207,7 +207,7 @@ class CountFacts:
         return expert
 
     def note_experts_of(self, segment: Segment) -> bool:
-        """Whether a stretch as `_expert_of_segment` says holds the rows of some experts whole."""
+        """Return whether a segment holds all rows of some experts, and note it as a premise."""
         if self._expert_of_segment(segment) is not None:
             return True
         assert isinstance(segment.rows, Selected)
@@ -226,7 +226,7 @@ class CountFacts:
         return True
 
     def note_all_rows(self, rows: Selected, size: sympy.Expr) -> None:
-        """Take for granted that an index chose every row once, in `size` places."""
+        """Note the premise that an index chose every row once, in `size` places."""
         everyone = frozenset(range(self.num_local_experts))
         self.premises.append(Premise(rows, sympy.S.Zero, size, everyone))
 
@@ -239,7 +239,7 @@ class CountFacts:
         return size == needed or (not rows.index.is_permutation and _is_at_least(size, needed))
 
     def is_rows_of_one(self, order: Order) -> int | None:
-        """Return the expert of `order` when without its counts there would be no row at all."""
+        """Return the expert of `order` if there are no rows when its counts are 0; else None."""
         expert = self.expert_of(order)
         total = sympy.Add(*(segment.length for segment in order))
         empty = expert is not None and self.vanishes_without(total, expert)
@@ -252,16 +252,16 @@ def _expression(size: Any) -> sympy.Expr:
 
 
 def _written(size: Any) -> sympy.Expr:
-    """Return a size as it was computed, without what was learnt of its symbols later."""
+    """Return a size as it was computed, before later replacements of its symbols."""
     symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
     return size.node._expr if symbolic else sympy.sympify(size)
 
 
 def said_to_be(size: Any) -> sympy.Expr | None:
-    """Return what tracing replaced a number that the host read by, None where it did not.
+    """Return the expression by which tracing replaced a host integer; None where it did not.
 
-    What is computed from it afterwards is computed from that. A rank without tokens is told so, by
-    0, that it has none; a chunk has other counts than any other assertion says.
+    Later nodes compute from the replacement. A 0 is ignored: it only says that this rank has no
+    tokens. Any other replacement asserts counts that a chunk would not have.
     """
     if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
         return None

@@ -7,22 +7,20 @@ Contract
 Pseudo-code
     for each all-to-all with split sizes known only at run time (a dispatch):
         combine = the first all-to-all below it, same group, the two split lists swapped
-        beside them: what is split alike and travels with the rows
+        beside them: tensors split alike that travel with the rows
         count exchange = the nearest exchange of integers above the split sizes
-        body = what depends on counts or a dispatch, and a combine depends on
+        body = nodes that depend on counts or a dispatch, and that a combine depends on
 
-Find experts whose tokens the model itself gathers, and whose sums it reduces: no all-to-all.
-Found is an all-gather with a reduce-scatter of as many rows below it over the same group where
-rows are moved twice between them by an index that is chosen by values, as a router chooses
-experts: picked for the experts, and put back. A dense layer between the two, as of sequence
-parallelism, moves no row by such an index, and gathers of parameters no reduce-scatter follows.
-Experts that communicate between the two are not spoken of.
-The answer is a function of the graph's structure, the same on every rank.
+Also find experts without an all-to-all: the model gathers their tokens and reduces their sums.
+The form is an all-gather followed by a reduce-scatter of as many rows over the same group.
+Between them rows are moved twice by an index that depends on values, as a router's choice does:
+picked for the experts, and put back. A dense layer of sequence parallelism moves no row by such
+an index, and no reduce-scatter follows a gather of parameters. Experts that communicate between
+the two are not reported.
 
-Which exchanges of a graph carry the rows of one region: several tensors may go, or come back.
+Several exchanges may carry the rows of one region, in either direction.
 Tensors that an all-to-all splits by the same two lists have as many entries along dim 0, one
-per row, and entry i of each goes where row i goes: what is said of the places of rows holds
-for all of them, whatever they hold.
+per row, and entry i of each goes where row i goes: facts about the places of rows hold for all.
 
 Worked example: tokens and their probabilities are sent, `[R, D]` and `[R]`, both split by
 (received, sent); results come back, `[R, D]`, split by (sent, received).
@@ -108,10 +106,10 @@ class _Search:
     def __init__(self, facts: GraphFacts, launches: Sequence[fx.Node]) -> None:
         self.facts, self.launches = facts, launches
         self.used: set[fx.Node] = set()
-        """Launches of which nothing more is to be said."""
+        """Launches that already belong to a match or a refusal."""
 
     def match(self, dispatch: fx.Node) -> _Match | Verdict:
-        """Return what belongs to a dispatch of rows, or why a launch is none."""
+        """Return the match of a dispatch of rows, or the verdict on a launch that is none."""
         dependence, launches, used = self.facts.dependence, self.launches, self.used
         if (back := self._reduce_scatter_of(dispatch)) is not None:
             used.add(back)
@@ -139,14 +137,14 @@ class _Search:
         above = dependence.above(s for s in splits if isinstance(s, fx.Node))
         counts = [q for q in launches if q in above and is_integer(q) and _is_count_exchange(q)]
         if not counts:
-            used.add(combine)  # what is wrong is said of the dispatch
+            used.add(combine)  # the refusal names the dispatch
             return Verdict(candidate=dispatch.name, reason=Reason.NO_COUNT_EXCHANGE)
         return _Match(self._payloads(dispatch, combine), counts[-1])
 
     def around_others(self, refused: Verdict, match: _Match, regions: list[MoERegion]) -> Verdict:
-        """Return the refusal of a match; that of a first hop where all inside are regions.
+        """Return the refusal of a match, as an outer hop if all launches inside belong to regions.
 
-        There rows go to the group's peers, on to their experts, and back in two hops as well.
+        In that case rows go to the group's peers, on to their experts, and back in two hops too.
         """
         dependence, launches = self.facts.dependence, self.launches
         own = {match.count_exchange, *match.payloads.dispatches, *match.payloads.combines}
@@ -167,7 +165,7 @@ class _Search:
         return replace(refused, reason=Reason.OUTER_HOP, detail=detail)
 
     def _reduce_scatter_of(self, gather: fx.Node) -> fx.Node | None:
-        """Return the reduce-scatter of what experts make of the tokens that `gather` brings."""
+        """Return the reduce-scatter of the experts' results on the tokens that `gather` brings."""
         waits = waits_on(gather)
         tokens = tensor_of(waits[-1]) if waits else None
         if not is_all_gather(gather) or tokens is None or not tokens.is_floating_point():
@@ -185,10 +183,10 @@ class _Search:
         return back if len(moves) >= PICKED_AND_PUT_BACK else None
 
     def _payloads(self, dispatch: fx.Node, combine: fx.Node) -> Payloads:
-        """Return `dispatch`, `combine`, and what travels beside them.
+        """Return `dispatch`, `combine`, and the exchanges beside them.
 
-        That is what is split alike and needed for what comes back, and what comes back of what was
-        sent; nothing that needs what came back.
+        These are split alike. A dispatch among them is needed by some combine, a combine depends on
+        some dispatch, and none depends on a result that came back.
         """
         dependence = self.facts.dependence
         free = [n for n in self.launches if is_all_to_all(n) and n not in self.used]
@@ -280,7 +278,7 @@ BY_INDEX: Final = frozenset(
 """Operators, written in place or not, that move rows by an index."""
 
 MADE: Final = ("zeros", "ones", "empty", "full", "arange", "rand")
-"""What names of operators have that read no value of a tensor that they are given."""
+"""Parts of the names of operators that read no values of the tensors they are given."""
 
 PICKED_AND_PUT_BACK: Final = 2
 
@@ -291,7 +289,7 @@ def _as_many_rows(tokens: torch.Tensor, sums: torch.Tensor) -> bool:
 
 
 def _moves_rows(node: fx.Node, between: Collection[fx.Node]) -> bool:
-    """Whether rows made of the gathered tokens are moved by an index that values chose."""
+    """Whether the node moves rows of the gathered tokens by an index that depends on values."""
     if called_name(node).rstrip("_") not in BY_INDEX:
         return False
     moved = [n for n in _read(node) if not _is_index(n)]
@@ -343,7 +341,7 @@ class Payloads:
 
 
 def is_combine_of(dispatch: fx.Node, other: fx.Node) -> bool:
-    """Whether `other` sends what `dispatch` received back to where it came from, by its splits."""
+    """Whether `other`, by its splits, sends back the rows that `dispatch` received."""
     return (
         other is not dispatch
         and is_all_to_all(other)

@@ -1,8 +1,8 @@
-"""Orders of tensors that are filled part by part: what stands where after a write, or after a sum.
+"""Orders of tensors filled part by part: the rows at each place after a write or a sum.
 
 Contract
-    A part that was written holds what was written; all others hold what they held.
-    Memory that nothing filled is added to nothing: its values are undefined.
+    A part that was written holds the source; all other parts keep their contents.
+    No row is added to memory that nothing filled: its values are undefined.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_compile.regions.row_domain import (
 
 
 def order_along(value: Value, dim: int, size: sympy.Expr) -> Order | None:
-    """Return what stands along `dim`, `size` long; None where that is no order of rows."""
+    """Return the order along `dim`, of `size` rows; None where it is no order of rows."""
     if isinstance(value, Rows) and value.dim == dim:
         return value.order
     if isinstance(value, Fixed) and value.is_uniform:
@@ -41,7 +41,7 @@ def pieces_of(order: Order, sizes: Sequence[sympy.Expr]) -> list[Order] | None:
 
 
 def at_places(order: Order, places: RunPositions) -> Order | None:
-    """Return what stands at `places` of `order`; None where those are not of such rows."""
+    """Return the rows at `places` of `order`; None where the places do not fit it."""
     pieces = pieces_of(order, [segment.length for segment in places.source])
     return None if pieces is None else join(pieces[i] for i in places.kept)
 
@@ -74,7 +74,7 @@ def order_after_write_between(
 
 
 def order_where_all_stand(orders: Iterable[Order]) -> Order | None:
-    """Return what `order_where_both_stand` makes of several orders."""
+    """Return the order that `order_where_both_stand` gives for several orders."""
     together: Order | None = None
     for order in orders:
         together = order if together is None else order_where_both_stand(together, order)
@@ -84,9 +84,9 @@ def order_where_all_stand(orders: Iterable[Order]) -> Order | None:
 
 
 def order_where_both_stand(left: Order, right: Order) -> Order | None:
-    """Return the rows of what is computed of two tensors place by place: constants meet any row.
+    """Return the order of an elementwise result of two tensors: constants meet any row.
 
-    None where a row would meet another row, or what nothing filled.
+    None where a row would meet another row, or memory that nothing filled.
     """
     if left == right:
         return left

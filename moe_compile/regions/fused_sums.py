@@ -31,25 +31,25 @@ from moe_compile.regions.token_sums import find_token_sum
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedSums:
-    """What is to become of the nodes of a sum."""
+    """A sum per token that becomes one operator, and the nodes it replaces."""
 
     result: fx.Node
-    """What came back, in the order sent."""
+    """The rows that came back, in the order sent."""
     sums: TokenSum
     rows: tuple[fx.Node, ...]
-    """What came, of each chunk where chunks are put together for the sum alone."""
+    """The rows that came back; one node per chunk where chunks are joined for the sum alone."""
     inverse: fx.Node | None
-    """Which of the rows put together each row of the whole is; None where they are the whole."""
+    """Index of each of `rows` among the rows that are summed; None where these are the same."""
     order: fx.Node
-    """The order of the rows among those that have one."""
+    """The order of the rows: a permutation of the places of the tokens that have rows."""
     first: int | None
-    """The first of the tokens that have rows, which follow one another; None where all have."""
+    """The first of the tokens that have rows, which are consecutive; None where all have rows."""
     dead: tuple[fx.Node, ...]
-    """What nothing needs once the new operator is there."""
+    """Nodes that nothing needs once the new operator is there."""
 
 
 def fused_sums_of(result: fx.Node, num_sent: object, legality: Legality) -> FusedSums | Verdict:
-    """Return what sums the rows of `result` per token, or why that stays as it is."""
+    """Return the fused form of the sums of `result` per token, or the refusal."""
     try:
         _, sums = find_token_sum(result, num_sent, legality.dependence)
         order, first = _order_and_first(sums, legality)
@@ -78,9 +78,9 @@ def fused_sums_of(result: fx.Node, num_sent: object, legality: Legality) -> Fuse
 
 
 def _order_and_first(sums: TokenSum, legality: Legality) -> tuple[fx.Node, int | None]:
-    """Return the order of the rows, and the first token that has `k`; None where all have.
+    """Return the order of the rows, and the first token that has rows; None where all have.
 
-    Raises Left unless tokens that have rows follow one another, and no other has any.
+    Raises Left unless the tokens that have rows are consecutive and have `k` each.
     """
     known = TokenIndex(legality.dependence.written)
     rows, num_terms = tensor_of(sums.rows), number_of(sums.num_slots)
@@ -103,7 +103,7 @@ def _order_and_first(sums: TokenSum, legality: Legality) -> tuple[fx.Node, int |
 def _first(
     shift: int | None, num_sent: int | None, num_tokens: int | None, num_terms: int
 ) -> int | None:
-    """Return the first token where `num_sent` places from `shift` on are all places of some."""
+    """Return the first token if `num_sent` places from `shift` on are those of whole tokens."""
     if shift is None or num_sent is None or num_tokens is None:
         return None
     (first, before), (number, over) = divmod(shift, num_terms), divmod(num_sent, num_terms)
@@ -113,9 +113,9 @@ def _first(
 def emit_sums(
     emit: Emitter, form: FusedSums, at: Callable[[fx.Node], fx.Node] = lambda node: node
 ) -> fx.Node:
-    """Emit the operator, and return what takes the place of the sums.
+    """Emit the operator, and return the node that replaces the sums.
 
-    `at` says where nodes are that it reads, if the emitter is another graph's.
+    `at` maps the nodes that it reads to the emitter's graph, if that is another one.
     """
     sums, first, num_terms = form.sums, form.first, number_of(form.sums.num_slots)
     total, num_sent = tensor_of(sums.total), number_of(num_rows(form.order))

@@ -1,4 +1,4 @@
-"""Where the host waits for integers of a region, and how often."""
+"""Host reads of a region's integers: the nodes that make them, and their number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_host_read(node: fx.Node) -> bool:
 
 
 def is_move_to_host(node: fx.Node) -> bool:
-    """Whether the node only brings integers to the host, which the bulk read does for all."""
+    """Whether the node only copies integers to the host, as the bulk read does for all."""
     if node.op != "call_method" or node.target not in ("to", "cpu"):
         return False
     where = node.args[1] if len(node.args) > 1 else node.kwargs.get("device", "cpu")

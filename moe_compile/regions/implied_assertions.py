@@ -1,11 +1,11 @@
-"""Which assertions about host integers hold by themselves wherever a region runs at all.
+"""Assertions about host integers that hold whenever a region runs at all.
 
 Contract
-    An assertion is called implied only where it follows from what the dispatch itself demands of
-    its split sizes: no count is negative, and the rows sent are as many as there are; or if it says
-    that the size of a tensor is not negative. A program that breaks one of the first kind fails in
-    the exchange, asserted or not, and none breaks the second. All others are the user's, or
-    cannot be told from the user's, and stay.
+    An assertion is implied only if it follows from the dispatch's own demands on its split sizes
+    (no count is negative, and the counts sent add up to the rows), or if it says that the size of
+    a tensor is not negative. A program that breaks one of the first kind fails in the exchange,
+    asserted or not, and none breaks the second. All others are the user's, or cannot be told from
+    the user's, and stay.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DIVIDES: Final[dict[Any, Callable[..., Any]]] = {
 
 
 def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool:
-    """Whether what `assertion` demands follows from the counts of `region` alone."""
+    """Whether the condition of `assertion` follows from the counts of `region` alone."""
     if always_holds(assertion):
         return True
     condition = assertion.args[0]
@@ -59,7 +59,7 @@ def is_implied(assertion: fx.Node, region: MoERegion, facts: CountFacts) -> bool
 def _follows(condition: fx.Node, region: MoERegion, facts: CountFacts) -> bool:
     """Whether a relation, or one of several, follows from the counts of `region`.
 
-    Torch asserts of sizes that broadcast that the one is 1, or equals the other.
+    Of two sizes that broadcast, torch asserts that one is 1 or equals the other.
     """
     if condition.target is operator.or_:
         return any(isinstance(a, fx.Node) and _follows(a, region, facts) for a in condition.args)
@@ -85,8 +85,8 @@ def _strict(left: sympy.Expr, right: sympy.Expr, relation: object) -> tuple[symp
 def _formula(argument: Any, region: MoERegion, facts: CountFacts) -> sympy.Expr | None:
     """Return a number of the host as a formula in the counts, or None.
 
-    As the program computes it: what an assertion says of it would make that assertion true. Where
-    it divides, the rows sent are as many as there are.
+    The formula is that of the program: a fact learnt from an assertion would make that assertion
+    true. In a division, the counts sent are taken to add up to the rows.
     """
     if isinstance(argument, int):
         return sympy.Integer(argument)
@@ -111,22 +111,22 @@ def _formula(argument: Any, region: MoERegion, facts: CountFacts) -> sympy.Expr 
 
 
 def _num_rows(region: MoERegion, facts: CountFacts) -> sympy.Expr:
-    """Return how many rows are sent, as their tensor tells it."""
+    """Return the number of rows sent, as a formula of their tensor's size."""
     rows = tensor_of(region.rows)
     assert rows is not None
     return facts.formula(rows.shape[0])
 
 
 def _known_before(size: Any) -> sympy.Expr | None:
-    """Return a size that follows from those of the graph's inputs, whatever the counts are."""
+    """Return a size as a formula of the sizes of the graph's inputs; None where it needs more."""
     if not isinstance(size, torch.SymInt) or free_unbacked_symbols(size.node._expr):
         return None
-    formula = size.node.expr  # what tracing learnt of such a size is a guard
+    formula = size.node.expr  # facts that tracing learnt of it are guards
     return None if free_unbacked_symbols(formula) else formula
 
 
 def _is_at_least(high: sympy.Expr, low: sympy.Expr, region: MoERegion, facts: CountFacts) -> bool:
-    """Whether `high >= low` by form, the rows sent being as many as there are."""
+    """Whether `high >= low` by form, given that the counts sent add up to the rows."""
     rows = tensor_of(region.rows)
     assert rows is not None
     num_rows = rows.shape[0]

@@ -1,8 +1,8 @@
-"""Into which bin of a histogram each label falls: whether `histc` of labels is a count of them.
+"""Bins of a histogram that labels fall into: whether `histc` of labels counts them.
 
 Contract
-    An answer holds on every device: the bin by exact arithmetic, as CUDA computes it of integers
-    this small, and, where labels are floating-point numbers, the operator itself on a CPU agree.
+    An answer holds on every device: bins are computed exactly, as CUDA does for integers this
+    small, and for floating-point labels the operator itself on a CPU must agree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 EXACT_BELOW: Final = 1 << 22
-"""Label times bins: below it a quotient in float32 rounds to no other whole number."""
+"""Bound of label times bins below which a float32 quotient rounds to no other whole number."""
 FLOATS: Final = (torch.float32, torch.float64)
 INTEGERS: Final = (torch.int32, torch.int64)
 

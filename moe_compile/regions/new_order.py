@@ -1,10 +1,10 @@
-"""What runs in another order in a region's new form than in the region, and writes that tell.
+"""The order of nodes in a region's new form, and writes in place that would show the change.
 
 Contract
-    The new form makes first what the host reads depend on and what needs no number of the host,
-    then reads what the host must know, all at once, then makes what else is computed from counts,
-    then what is computed from rows; each part in the order of the graph. Integers that the region
-    brings to the host are read where they came from, with all others.
+    The new form first runs the nodes that host reads depend on and that need no host integer,
+    then reads all integers that the host needs at once, then runs the other nodes computed from
+    counts, then those computed from rows; each part in the order of the graph. Integers that the
+    region copies to the host are read from their source, with all others.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ class Part(enum.IntEnum):
 
 
 def parts(region: MoERegion, bulk: Collection[fx.Node]) -> dict[fx.Node, Part]:
-    """Return where each node of the region runs, if the one read makes the host reads `bulk`.
+    """Return the part that each node of the region runs in, if one read makes the reads `bulk`.
 
-    Reads that need what the host must read before, by data or by a write in place, are no part of
-    the one read.
+    Reads that need an earlier host integer, by data or by a write in place, are not in that read.
     """
     counted, dependence = set(region.count_side), region.facts.dependence
     numbers = [n for n in region.count_side if is_host_read(n) or _is_number(n)]
@@ -58,11 +57,11 @@ def parts(region: MoERegion, bulk: Collection[fx.Node]) -> dict[fx.Node, Part]:
 def order_of_gradients(
     rewrite: Replacement, bulk: Collection[fx.Node]
 ) -> gradient_order.Part | None:
-    """Return the order in which the new form reads what autograd adds gradients to.
+    """Return the order in which the new form reads tensors that autograd adds gradients to.
 
-    Where counts come first that is: the rows, for all chunks; the weights of sliced products, in
-    one piece per chunk; what is computed from counts; what is computed from rows; what others make
-    of what came back beside the result.
+    None unless counts come first. The readers are then: the dispatches of all chunks; slices of
+    weights, one per chunk; nodes computed from counts; nodes computed from rows; the nodes of
+    `between`.
     """
     if not rewrite.counts_first:
         return None
@@ -87,7 +86,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def find_overtaken(region: MoERegion, bulk: Collection[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
-    """Return a write of the region, and what reads the same memory before and would do so after."""
+    """Return a write of the region, and an earlier reader of its memory that would run later."""
     dependence, part = region.facts.dependence, parts(region, bulk)
     place = dependence.position
     for writer, written in dependence.writes.items():

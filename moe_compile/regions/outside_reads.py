@@ -1,8 +1,8 @@
-"""Which rows read what of tensors from outside a region: whose gradient sums over which experts.
+"""Reads of outside tensors by a region's rows: the experts that each gradient sums over.
 
 Contract
-    The gradient of what rows of one expert alone read is computed by one chunk, whole.
-    Rows of several experts share a tensor only on request, a leaf as the region is given it: its
+    The gradient of a tensor read by rows of one expert alone is computed by one chunk, whole.
+    Rows of several experts share a tensor only on request, and only a leaf that is an input: its
     gradient is a sum of the same terms in another order, and nothing is computed of it. With a
     unit roundoff of eps / 2 a sum of m products in any order is off by at most m eps / 2 of the
     sum of their magnitudes, to first order (Higham, section 3.1), and a chunk's share of it is
@@ -25,7 +25,7 @@ from moe_compile.regions.row_domain import Outside
 
 @dataclass(slots=True)
 class Reads:
-    """Which expert's rows read which slice of each differentiable tensor from outside.
+    """The expert whose rows read each slice of each differentiable tensor from outside.
 
     The gradient of a slice read by rows of one expert is computed by one chunk; the other chunks
     add zeros. Read by rows of several, it would be summed in another order.
@@ -35,7 +35,7 @@ class Reads:
     """Whether rows of several experts may read a tensor whose gradient is a plain sum over them."""
     expert_of: dict[tuple[fx.Node, int | None], int] = field(default_factory=dict)
     shared: dict[fx.Node, None] = field(default_factory=dict)
-    """What rows of several experts read."""
+    """Tensors that rows of several experts read."""
 
     def add(
         self, outside: Outside, index: int | None, expert: int | None, *, is_summed: bool = False
@@ -66,7 +66,7 @@ class Reads:
 
 
 def _is_known_leaf(node: fx.Node) -> bool:
-    """Whether a tensor is nothing that others were computed into: its gradient goes no further."""
+    """Whether a tensor is known to be a leaf: its gradient goes no further."""
     value = tensor_of(node)
     return node.op in ("placeholder", "get_attr") and value is not None and is_leaf(value)
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # it names reasons of this module
 
 
 class Region(Protocol):
-    """What is common to regions of every kind."""
+    """Members common to regions of every kind."""
 
     @property
     def name(self) -> str:
-        """No other region of the graph has it."""
+        """Name of the region, unique in the graph."""
 
     @property
     def launches(self) -> tuple[fx.Node, ...]:
@@ -34,11 +34,11 @@ class Region(Protocol):
 
     @property
     def body(self) -> tuple[fx.Node, ...]:
-        """All that runs again for a part of it, `result` too."""
+        """Nodes that run again for each part of the region, `result` included."""
 
     @property
     def result(self) -> fx.Node:
-        """What the graph after it reads last."""
+        """The last node of the region that the graph after it reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Exchange:
     sent: fx.Node
     launch: fx.Node
     result: fx.Node
-    """The last wait on the launch: what is read of it."""
+    """The last wait on the launch, which its readers read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +70,13 @@ class MoERegion:
     dispatch: fx.Node
     combine: fx.Node
     result: fx.Node
-    """The last wait of the combine: what the graph after the region reads."""
+    """The last wait of the combine, which the graph after the region reads."""
     beside: tuple[Exchange, ...] = ()
-    """What else is dispatched, split like the rows."""
+    """Other tensors dispatched, split like the rows."""
     back_beside: tuple[Exchange, ...] = ()
-    """What else is sent back, all of it before the combine."""
+    """Other tensors sent back, all before the combine."""
     between: tuple[fx.Node, ...] = ()
-    """What others make of `back_beside` before the result, in graph order: to run behind it."""
+    """Nodes outside the body that read `back_beside` before the result: they move behind it."""
     body: tuple[fx.Node, ...]
     """Every node between rows, counts and result, those three excluded but for `result`, in
     graph order. Holds all dispatches, combines and their waits, never `count_exchange`."""
@@ -89,7 +89,7 @@ class MoERegion:
     num_ranks: int
     num_local_experts: int
     facts: GraphFacts = field(compare=False, repr=False)
-    """Of its graph."""
+    """Facts of its graph."""
 
     def __post_init__(self) -> None:
         """Raise ContractViolation when the pieces do not fit together."""
@@ -103,12 +103,12 @@ class MoERegion:
 
     @property
     def dispatched(self) -> tuple[Exchange, ...]:
-        """All that is dispatched, in graph order."""
+        """Exchanges of all tensors dispatched, in graph order."""
         return _in_order((*exchanges([self.dispatch]), *self.beside))
 
     @property
     def combined(self) -> tuple[Exchange, ...]:
-        """All that is sent back, in graph order."""
+        """Exchanges of all tensors sent back, in graph order."""
         return _in_order((*self.back_beside, *exchanges([self.combine])))
 
     @property
@@ -118,13 +118,13 @@ class MoERegion:
 
     @property
     def inputs(self) -> frozenset[fx.Node]:
-        """What is not of the body and changes with the chunk: all that is sent, and the counts."""
+        """Nodes outside the body that change with the chunk: all tensors sent, and the counts."""
         sent = (one.sent for one in self.dispatched)
         return frozenset({*sent, self.counts, self.received_counts})
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """What the graph after the region may read, in graph order; `result` is the last."""
+        """Nodes that the graph after the region may read, in graph order; `result` is the last."""
         return tuple(one.result for one in self.combined)
 
     @property
@@ -135,7 +135,7 @@ class MoERegion:
 
 
 def exchanges(launches: Iterable[fx.Node]) -> list[Exchange]:
-    """Return what these launches exchange; the launch itself is read where nothing waits for it."""
+    """Return the exchange of each launch; its result is the launch where nothing waits for it."""
     found = []
     for launch in launches:
         (sent, *_), waits = launch.all_input_nodes, waits_on(launch)
@@ -156,23 +156,23 @@ class RowProof:
     """Grouped GEMMs of the body whose groups are the local experts and whose offsets give the
     experts of other chunks no rows of theirs: weights and offsets may be sliced to one chunk's."""
     padding: Mapping[fx.Node, tuple[int, ...]] = field(default_factory=dict, hash=False)
-    """Of these, those whose groups have rows without an expert's: how many, by expert."""
+    """Grouped GEMMs with padded groups: by expert, the rows of its group when it has none."""
     unsliceable: tuple[tuple[fx.Node, str], ...] = ()
     """The other grouped GEMMs of the body, each with the reason."""
     expert_rows: tuple[tuple[fx.Node, int], ...] = ()
     """Nodes of the body whose rows all belong to one local expert, and that expert's index: they
-    have no rows at all when its counts are zero. So are nodes that compute something else of such
-    rows alone, which nothing joins."""
+    have no rows at all when its counts are zero. Included are nodes that compute something else
+    from such rows alone, which nothing joins."""
     facts: CountFacts | None = field(default=None, compare=False)
-    """What every size the host computed from the counts is, as a formula in the counts."""
+    """Facts about the counts, with a formula for every size that the host computed from them."""
     joins: tuple[fx.Node, ...] = ()
     """Concatenations of the body along the dimension that holds the rows, of tensors of one type:
     they may do without inputs that have no rows."""
     whole: tuple[tuple[fx.Node, frozenset[int]], ...] = ()
-    """Nodes that compute from rows of these experts what is not proven row by row: right in a
-    chunk that has all rows of an expert, where chunks without any do not run them."""
+    """Nodes that read rows of these experts and are not proven row by row: right in a chunk that
+    has all rows of an expert, if chunks without any do not run them."""
     writes: tuple[tuple[fx.Node, int], ...] = ()
-    """Nodes that do nothing but write rows of one expert in place: nothing where it has none."""
+    """Nodes that only write rows of one expert in place: they do nothing where it has none."""
     shared: tuple[fx.Node, ...] = ()
     """Parameters that rows of several experts read: chunks add up their gradients in another
     order, by the bound of `outside_reads`."""

@@ -1,8 +1,8 @@
-"""What would change if a region's body ran later, and once for each part of the rows.
+"""Checks that a region's body may run later, once for each part of the rows.
 
 Contract
-    A region that passes communicates by the exchanges of its rows alone, writes nothing from
-    outside, and nobody reads of it before its result. The graph is not edited.
+    A region that passes communicates only by the exchanges of its rows, writes no tensor from
+    outside, and is not read before its result. The graph is not edited.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_compile.regions.sent_counts import counted_by, forms_of_counts
 
 
 def check_neighbours(region: MoERegion) -> Left | None:
-    """Refuse what replaying the body later, on parts of the rows, would change outside it."""
+    """Refuse a region if running its body later, on parts of the rows, would change the outside."""
     inside = set(region.body)
     splits = [*output_splits(region.dispatch), *input_splits(region.dispatch)]
     for size in splits:
@@ -41,10 +41,10 @@ def check_neighbours(region: MoERegion) -> Left | None:
 
 
 def memory_of(region: MoERegion) -> frozenset[int]:
-    """Return the storages that the body makes and a copy of it makes anew.
+    """Return the storages that the body allocates and a copy of it allocates anew.
 
-    Whoever else writes them does so behind all that the body reads of them: else the body, which
-    holds all that its results need, would hold the write.
+    Other nodes write them only after the body's reads: an earlier write would be in the body,
+    which holds all nodes that its results need.
     """
     made = frozenset(s for node in region.body for s in storages(node))
     given = (*region.inputs, *region.others, *region.results)
@@ -82,9 +82,9 @@ def _check_writes(region: MoERegion, inside: set[fx.Node]) -> Left | None:
 
 
 def _rewrites_counts(writer: fx.Node, written: frozenset[int], region: MoERegion) -> bool:
-    """Whether `writer` may part the counts that the region reads from those that were exchanged.
+    """Whether `writer` may make the counts that the region reads differ from those exchanged.
 
-    They are the same only while nothing writes any form of them from the first change of form on.
+    They are equal only if nothing writes any form of them after the first change of form.
     """
     forms = forms_of_counts(region.count_exchange)
     place = region.facts.dependence.position

@@ -1,10 +1,10 @@
-"""What the graph around regions still reads of them once they are rewritten, and what dies.
+"""Effects of rewriting regions on the graph around them: reads that remain, nodes that die.
 
 Contract
-    Rewrites with a `Effects` may be applied together: no node that stays can observe that
-    their regions ran later, and every host integer that the graph outside needs is still read: by
-    the region's one read where all its readers stand behind that, else where it was.
-    Assertions stay, but for those that the dispatch's own demands imply.
+    Rewrites with an `Effects` may be applied together: no node that stays can observe that
+    their regions ran later. Every host integer that the graph outside needs is still read: by
+    the region's one read if all its readers stand behind that, else at its old place.
+    Assertions stay, except those that the dispatch's own demands imply.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moe_compile.regions.rewrites import Aftermath, Effects, Replacement
 
 
 def find_effects(rewrites: Sequence[Replacement]) -> Aftermath:
-    """Return what becomes of the graph by these rewrites of its regions."""
+    """Return the effects of these rewrites of regions on the graph."""
     if not rewrites:
         return Aftermath(around={}, dead=())
     legality = rewrites[0].region.facts.legality
@@ -56,7 +56,7 @@ def find_effects(rewrites: Sequence[Replacement]) -> Aftermath:
 
 
 def _check_motion(rewrite: Replacement, legality: Legality) -> Left | None:
-    """Refuse a region that computes otherwise, or tells otherwise, where it would run."""
+    """Refuse a region whose move would change values, the order of gradients, or writes."""
     region = rewrite.region
     body = [n for n in (*region.body, *rewrite.before) if n is not region.result]
     behind = [n for n in rewrite.behind if n is not rewrite.replaced]
@@ -85,7 +85,7 @@ def _check_motion(rewrite: Replacement, legality: Legality) -> Left | None:
 
 
 class _Together:
-    """Rewrites that are applied at once: what they leave alive."""
+    """Rewrites that are applied at once, and the nodes they leave alive."""
 
     def __init__(self, rewrites: Sequence[Replacement], legality: Legality) -> None:
         self._rewrites, self._legality = rewrites, legality
@@ -124,7 +124,7 @@ class _Together:
         return found
 
     def _implied_assertions(self) -> set[fx.Node]:
-        """Return the assertions that need not stay for the user's sake, in inner graphs too."""
+        """Return the assertions that are implied and may go, in inner graphs too."""
         nodes = [n for node in self._legality.graph.nodes for n in (node, *inside(node))]
         assertions = [node for node in nodes if is_assertion(node)]
         return {
@@ -136,7 +136,7 @@ class _Together:
         }
 
     def dead(self) -> list[fx.Node]:
-        """Return what nothing needs any more."""
+        """Return the nodes that nothing needs any more."""
         made = dict.fromkeys([*self._replaced, *self._served])
         given: dict[fx.Node, fx.Node | None] = {**self._sizes, **made}
         inputs = {i for rewrite in self._rewrites for i in rewrite.inputs}
@@ -154,7 +154,7 @@ class _Together:
         return found
 
     def read_hosts(self) -> dict[str, Effects]:
-        """Say for each region which host reads its one read serves; a read is served once."""
+        """Return by region the host reads that its one read serves; a read is served once."""
         dead = set(self.dead())
         found = {}
         for rewrite in self._rewrites:
@@ -179,8 +179,8 @@ class _Together:
     def _first_read(self, region: MoERegion, reads: list[fx.Node]) -> fx.Node:
         """Return the first host read of the region before which all of them may be made.
 
-        Whoever needs their integers stands behind it, but for readers of what is read before.
-        The region's result where there is no such place.
+        Readers of their integers stand behind it, except readers of earlier reads.
+        Returns the region's result where there is no such place.
         """
         place, body = self._dependence.position, set(region.body)
         given = {region.counts, region.received_counts}
@@ -209,7 +209,7 @@ class _Together:
         return any(is_host_read(node) for node in above & self._bodies)
 
     def _readers(self, number: fx.Node) -> list[fx.Node]:
-        """Return what reads a host integer once sizes of rows are read off such integers."""
+        """Return the readers of a host integer, once sizes of rows are replaced by such."""
         sizes = [size for size, instead in self._sizes.items() if instead is number]
         return [user for node in (number, *sizes) for user in node.users]
 
@@ -224,7 +224,7 @@ class _Together:
     def _readers_before(
         self, read: fx.Node, read_at: fx.Node, dead: set[fx.Node]
     ) -> set[fx.Node] | None:
-        """Return what depends on `read` before `read_at`, or None when it may not run later."""
+        """Return the readers of `read` before `read_at`, indirect too; None if one may not move."""
         place = self._dependence.position
         found: set[fx.Node] = set()
         todo = [read]
@@ -247,7 +247,7 @@ def _host_reads(region: MoERegion) -> list[fx.Node]:
 
 
 def _never_negative(reads: list[fx.Node], proof: RowProof) -> frozenset[fx.Node]:
-    """Return the reads of integers that the proof follows to sums of counts and the like."""
+    """Return the reads of integers whose formulas in the counts are never negative."""
     facts = proof.facts
     if facts is None:
         return frozenset()

@@ -1,4 +1,4 @@
-"""How regions are to be rewritten, and what becomes of the graph around them."""
+"""Planned rewrites of regions, and their effects on the graph around them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moe_compile.regions.regions import MoERegion, RowProof
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """How a region is to be rewritten: its body runs just before its result."""
+    """The planned rewrite of a region: its body runs just before its result."""
 
     region: MoERegion
     proof: RowProof
     replaced: fx.Node
-    """What the rewrite makes anew: the region's result, or what is made of it further on."""
+    """The node that the rewrite makes anew: the region's result, or a node computed from it."""
     also_replaced: tuple[fx.Node, ...] = ()
-    """What else it makes anew: what comes back beside the result."""
+    """Other nodes it makes anew: tensors that come back beside the result."""
     before: tuple[fx.Node, ...] = ()
     """Nodes outside the body that run just before the region's result as well."""
     behind: tuple[fx.Node, ...] = ()
@@ -35,15 +35,15 @@ class Replacement:
     read_once: tuple[tuple[fx.Node, frozenset[fx.Node]], ...] = ()
     """Tensors of which one read of the new form serves several nodes, each with these nodes."""
     counts_first: bool = False
-    """Whether all that is computed from counts runs before what is computed from rows."""
+    """Whether all nodes computed from counts run before those computed from rows."""
     enters_autocast: bool = False
-    """Whether what runs under autocast does so in the new form as well."""
+    """Whether nodes that run under autocast do so in the new form as well."""
     sliced: tuple[fx.Node, ...] = ()
     """Grouped products whose weights are cut into pieces before either."""
 
     @property
     def rows(self) -> tuple[fx.Node, ...]:
-        """Everything on the rows that the rewrite takes the place of."""
+        """All nodes on the rows that the rewrite replaces."""
         return (*self.region.row_side, *self.behind)
 
     @property
@@ -53,7 +53,7 @@ class Replacement:
 
     @property
     def inputs(self) -> frozenset[fx.Node]:
-        """What the new form reads of the graph: what the old one reads from outside."""
+        """Nodes of the graph that the new form reads: those that the old one reads from outside."""
         region = self.region
         old = {*region.body, *self.before, *self.behind, *self.others}
         return frozenset({i for node in old for i in node.all_input_nodes} | region.inputs) - old
@@ -61,7 +61,7 @@ class Replacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effects:
-    """What stays of a region's body when it is rewritten, and where the host reads for it."""
+    """The effects of rewriting one region: where the host reads for it, and the reads that stay."""
 
     read_at: fx.Node
     """The one read of everything the host must know stands before this node."""
@@ -70,7 +70,7 @@ class Effects:
     served: tuple[fx.Node, ...]
     """Host reads of the region that others need and that the one read serves, in graph order."""
     moved: tuple[fx.Node, ...]
-    """What depends on these and must stand behind the one read, in graph order."""
+    """Nodes that depend on these and must stand behind the one read, in graph order."""
     num_kept: int
     """Host reads of the region that stay where they are, because others need them earlier, or
     because the host must read something else first."""
@@ -80,9 +80,9 @@ class Effects:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Aftermath:
-    """What becomes of a graph by rewrites applied together."""
+    """The effects on a graph of rewrites applied together."""
 
     around: Mapping[str, Effects | Left]
-    """By the region's name."""
+    """The effects or the refusal, by the region's name."""
     dead: tuple[fx.Node, ...]
-    """What nothing needs any more, in graph order."""
+    """Nodes that nothing needs any more, in graph order."""

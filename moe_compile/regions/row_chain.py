@@ -32,7 +32,7 @@ class RowChain:
     factors: list[fx.Node] = field(default_factory=list)
 
     def add(self, node: fx.Node, otherwise: Reason) -> fx.Node:
-        """Add a step; return the rows it reads. Raise Left, for `otherwise` if unknown."""
+        """Add a step; return the rows it reads. Raise Left, with reason `otherwise` if unknown."""
         row, factors = _row_and_factors(node, otherwise)
         self.nodes.append(node)
         self.factors += factors
@@ -71,7 +71,7 @@ def _row_and_factors(node: fx.Node, otherwise: Reason) -> tuple[fx.Node, list[fx
     if node.target not in PRODUCTS or node.kwargs:
         raise Left(otherwise, operator_at(node))
     if len(inputs) == 1 and node.args[0] is not node.args[1]:
-        return inputs[0], []  # a number for all
+        return inputs[0], []  # one number for all rows
     is_factor = [shape_of(i)[1:] == [1] for i in inputs]
     if len(inputs) == 2 and sum(is_factor) == 1:
         return inputs[is_factor.index(False)], [inputs[is_factor.index(True)]]

@@ -1,4 +1,4 @@
-"""What is known of a tensor between dispatch and combine: which rows, in which order, from where.
+"""The proof's values of tensors between dispatch and combine: their rows, order and origin.
 
 Contract
     An order names rows exactly: two tensors of equal order hold the same row at each position.
@@ -25,14 +25,14 @@ class Segment:
     rows: Hashable
     length: sympy.Expr
     expert: int | None
-    """The local expert of all its rows; None for padding and where sizes must tell."""
+    """The local expert of all its rows; None for padding, and where it must follow from sizes."""
     start: sympy.Expr = sympy.S.Zero
 
 
 Order = tuple[Segment, ...]
 
 PADDING, UNFILLED = "padding", "unfilled"
-"""What padding is called instead of rows: constants, or memory that nothing filled."""
+"""Names of padding in place of rows: constants, or memory that nothing filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +45,28 @@ class Selected:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fixed:
-    """The same for any counts: made of constants alone."""
+    """A tensor that is the same for any counts: made of constants alone."""
 
     values: torch.Tensor | None = None
     """Its integers where they are known."""
     is_uniform: bool = False
-    """One value everywhere; only such a tensor may be as long as the counts say."""
+    """Whether it has one value everywhere; only then may its length depend on the counts."""
     is_uninitialised: bool = False
     is_zero: bool = False
-    """Zero everywhere."""
+    """Whether it is zero everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """From parameters and buffers outside the region."""
+    """A tensor made of parameters and buffers outside the region."""
 
     nodes: frozenset[fx.Node]
     behind: int = 0
-    """Entries along dim 0 that are constants, behind all others."""
+    """Number of entries along dim 0 that are constants, behind all others."""
     part: int | None = None
-    """The entry along dim 0 that it was made of, where of one alone."""
+    """The entry along dim 0 that it was made of, if it was one alone."""
     is_given: bool = False
-    """Whether it is what the region is given, not made of it."""
+    """Whether it is an input of the region itself, not made of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Permutation:
 
 @dataclass(frozen=True, slots=True)
 class RunPositions:
-    """`[R]` indices: of rows in order `source`, where the segments `kept` stand, one by one."""
+    """`[R]` indices: places of the segments `kept` among rows in order `source`, one by one."""
 
     source: Order
     kept: tuple[int, ...]
@@ -108,11 +108,11 @@ class RunPositions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnknownIndex:
-    """Computed from the counts in a way not followed; equal only to itself."""
+    """Integers computed from the counts in a way not followed; equal only to themselves."""
 
     is_permutation: bool = False
     inverse_of: UnknownIndex | None = None
-    """Where that is a permutation; what sorts any other index is no less an index."""
+    """The index that this one sorts; it is the inverse only where that is a permutation."""
     is_arange: bool = False
     reads_outside: bool = False
 
@@ -142,9 +142,9 @@ class LabelTable(UnknownIndex):
 
 @dataclass(frozen=True, slots=True)
 class PerExpertTable:
-    """`[R, ...]`: what a table from outside has for the group of each place, entry e for group e.
+    """`[R, ...]`: the entry of an outside table for the group of each place, entry e for group e.
 
-    Constants behind the last group.
+    Places behind the last group hold constants.
     """
 
     nodes: frozenset[fx.Node]
@@ -161,7 +161,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class OfExpert:
-    """Computed from rows of one local expert, each of them or all together, and from no others."""
+    """A tensor computed from rows of one local expert, singly or together, and from no others."""
 
     expert: int
 

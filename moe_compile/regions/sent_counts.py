@@ -1,4 +1,4 @@
-"""The counts that a rank sends, as they were before they changed form on their way.
+"""The counts that a rank sends, and the forms that they had before.
 
 Contract
     All forms hold the same numbers in the same flat order, unless one is written in place.
@@ -41,7 +41,7 @@ def counted_by(forms: list[fx.Node], exchange: fx.Node) -> fx.Node:
 
 
 def fillers_of_counts(exchange: fx.Node, dependence: Dependence) -> set[fx.Node]:
-    """Return what wrote the counts in place before they were taken: ones added to zeros, say."""
+    """Return the nodes that wrote the counts in place before they were read: `scatter_add_`."""
     forms = forms_of_counts(exchange)
     end, memory = dependence.position[counted_by(forms, exchange)], storages(forms[-1])
     return {

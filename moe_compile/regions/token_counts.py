@@ -1,12 +1,12 @@
-"""Whether counts are how often each expert was chosen, however the program counts.
+"""A test that counts say how often each expert was chosen, however the program counts.
 
 Contract
-    What the graph computes of the chosen experts alone is run, on the CPU, for drawn choices:
-    counts are how often each expert was chosen if they are so for all of these. Choices are drawn
+    The nodes from the chosen experts to the counts are run, on the CPU, for drawn choices: counts
+    pass if they say how often each expert was chosen in all of these. Choices are drawn
     from a fixed seed, at the number of tokens that the graph is for. Ranks with other numbers try
     other choices; where one of them refuses, all run the program as written, as their plans differ.
-    Refused is what needs anything but the choices, draws random numbers, or goes through a type
-    that does not hold all numbers of rows. No tensor of the program is read or written.
+    Counts are refused if they need anything but the choices, draw random numbers, or go through a
+    type that does not hold all numbers of rows. No tensor of the program is read or written.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from moe_compile.regions.row_chain import shape_of
 from moe_compile.regions.token_index import HOLDS_ALL, TokenIndex
 
 TYPES: Final = frozenset({*HOLDS_ALL, torch.bool, torch.float32, torch.float64})
-"""Of what is computed on the way; float32 holds the integers up to 2^24 rows."""
+"""Types allowed on the way; float32 holds the integers up to 2^24 rows."""
 SEED: Final = 20240229
 SIZES: Final = (3, 300)
-"""What stands for a size that is a symbol."""
+"""Values that stand for a size that is a symbol."""
 MOST_ELEMENTS: Final = 1 << 26
-"""Of one tensor: `one_hot` of 32,768 tokens, 8 of 256 experts each, has as many."""
+"""Limit for one tensor: `one_hot` of 32,768 tokens, 8 of 256 experts each, has as many."""
 FAILURES: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
-"""What running a call on tensors it was not written for may raise."""
+"""Exceptions that a call may raise on tensors it was not written for."""
 
 
 def counts_values(
@@ -68,7 +68,7 @@ def counts_values(
 
 
 def _steps(counts: fx.Node, chosen: fx.Node, dependence: Dependence) -> list[fx.Node] | None:
-    """Return what makes `counts` of `chosen` alone, in order; None where more is needed."""
+    """Return the nodes from `chosen` to `counts`, in order; None where more is needed."""
     if not dependence.is_filled_first(counts):
         return None
     found: set[fx.Node] = set()
@@ -96,7 +96,7 @@ def _can_run(node: fx.Node) -> bool:
 
 
 def _size(size: Any, number: int) -> int:
-    """Return a size, where a symbol is `number`; raise ValueError for one that data tells."""
+    """Return a size with `number` for each symbol; raise ValueError for a data-dependent one."""
     expression = sympy.sympify(expression_of(size))
     if free_unbacked_symbols(expression):
         raise ValueError(f"{expression} is known at run time alone")
@@ -104,7 +104,7 @@ def _size(size: Any, number: int) -> int:
 
 
 def _choices(shape: Sequence[int], num_choices: int) -> Iterator[torch.Tensor]:
-    """Yield k different choices for each token, drawn, and the last ones for all tokens."""
+    """Yield k different drawn choices for each token, then the last k experts for all tokens."""
     *tokens, k = shape
     if math.prod(tokens) * num_choices > MOST_ELEMENTS:
         raise ValueError("too many to draw")
@@ -117,7 +117,7 @@ def _choices(shape: Sequence[int], num_choices: int) -> Iterator[torch.Tensor]:
 def _run(
     steps: Sequence[fx.Node], values: dict[fx.Node, Any], number: int
 ) -> Mapping[fx.Node, Any]:
-    """Run `steps` on the CPU beside what `values` has; a size's symbol is `number`."""
+    """Run `steps` on the CPU and add to `values`; each symbol of a size is `number`."""
 
     def real(node: fx.Node) -> Any:
         return values[node] if node in values else _size(node, number)
@@ -137,7 +137,7 @@ def _run(
 
 
 def _function(node: fx.Node) -> Callable[..., Any]:
-    """Return what computes the node's value on a CPU, where torch has no histogram of integers."""
+    """Return the node's function for a CPU, where torch has no histogram of integers."""
     if called_name(node) == "histc" and is_integer(node):
         return _histogram
     return node.target if callable(node.target) else getattr(torch.Tensor, node.target)
@@ -157,13 +157,13 @@ def _histogram(
 
 
 def _elements(made: torch.Tensor, number: int) -> int:
-    """Return how many elements a tensor has, one for each size that data tells."""
+    """Return the number of elements of a tensor, with 1 for each data-dependent size."""
     sizes = (sympy.sympify(expression_of(size)) for size in made.shape)
     return math.prod(_size(s, number) for s in sizes if not free_unbacked_symbols(s))
 
 
 def _are_counts(found: Any, chosen: torch.Tensor) -> bool:
-    """Whether a vector of integers says how often its places stand in `chosen`."""
+    """Whether entry e of a vector of integers is how often e stands in `chosen`."""
     if not isinstance(found, torch.Tensor) or found.dtype not in HOLDS_ALL or found.dim() != 1:
         return False
     expected = torch.bincount(chosen.flatten(), minlength=len(found))[: len(found)]

@@ -1,12 +1,12 @@
-"""What is known of the index that tells each routed row its token.
+"""Facts about the index that gives the token of each routed row.
 
 Contract
     An answer holds for any routing. It rests on the graph's structure: two expressions are the
     same when the same operators read the same inputs, and nothing writes what they read.
 
 Worked example, two experts a token of four: chosen [[2, 0], [0, 3]], flat [2, 0, 0, 3], order
-[1, 2, 0, 3], tokens of the rows order // 2 = [0, 1, 0, 1]: every token has two rows. Where the
-same are tokens 2 and 3 of four, others being some other rank's, (order + 4) // 2 = [2, 3, 2, 3].
+[1, 2, 0, 3], tokens of the rows order // 2 = [0, 1, 0, 1]: every token has two rows. If these
+are tokens 2 and 3 of four, the others another rank's, (order + 4) // 2 = [2, 3, 2, 3].
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moe_compile.regions.token_regions import TokenPart
 FORMS: Final = frozenset(
     {"to", "int", "long", "view", "reshape", "flatten", "contiguous", "ravel", "detach", "squeeze"}
 )
-"""Methods that keep the flat order of integers, and where a type holds them all the integers."""
+"""Methods that keep the flat order of integers, and their values if the new type holds them."""
 CASTS: Final = frozenset({"to", "int", "long"})
 EXPANDS: Final = frozenset({"expand", "expand_as", "broadcast_to"})
 IN_COLUMNS: Final = ("gather", "scatter_add")
@@ -50,7 +50,7 @@ TOPK: Final = ("input", "k", "dim", "largest", "sorted")
 
 
 def is_same_value(left: Any, right: Any, legality: Legality) -> bool:
-    """Whether two arguments are the same expression: Dynamo writes what is said twice twice."""
+    """Whether two arguments are the same value: Dynamo writes a repeated expression twice."""
     apart: dict[fx.Node, None] = {}
     if not _is_same_expression(left, right, apart):
         return False
@@ -61,7 +61,7 @@ def is_same_value(left: Any, right: Any, legality: Legality) -> bool:
 
 
 def _is_same_expression(left: Any, right: Any, apart: dict[fx.Node, None]) -> bool:
-    """Whether the same operators read the same inputs; nodes said twice are added to `apart`."""
+    """Whether the same operators read the same inputs; distinct nodes are added to `apart`."""
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return type(left) is type(right) and bool(left == right)
     if left is right:
@@ -77,15 +77,15 @@ def _is_same_expression(left: Any, right: Any, apart: dict[fx.Node, None]) -> bo
 
 
 def _is_determined(node: fx.Node) -> bool:
-    """Whether what the node reads tells its value: memory that nobody wrote may hold anything."""
+    """Whether the node's inputs determine its value: unfilled memory may hold anything."""
     return is_pure(node) and "empty" not in called_name(node)
 
 
 def mean_rows_per_token(index: fx.Node, tokens: fx.Node) -> int | None:
     """Return k where `index` has k times as many rows as there are tokens, on every rank.
 
-    It must be computed from a `topk` that chooses k for each token. An index that is handed in has
-    as many rows as it happens to have, on one rank or in one step.
+    It must be computed from a `topk` that chooses k for each token. An index that is an input may
+    have another number of rows on another rank or in another step.
     """
     found: list[int] = []
     seen, todo = {index}, [index]
@@ -104,7 +104,7 @@ def mean_rows_per_token(index: fx.Node, tokens: fx.Node) -> int | None:
 
 
 def _is_of_numbers(node: fx.Node) -> bool:
-    """Whether a tensor holds integers or truth values: what rows can be counted by."""
+    """Whether a tensor holds integers or booleans, by which rows can be counted."""
     tensor = tensor_of(node)
     return tensor is not None and (is_integer(node) or tensor.dtype is torch.bool)
 
@@ -112,7 +112,7 @@ def _is_of_numbers(node: fx.Node) -> bool:
 def repeated_in_rows(index: Any) -> fx.Node | None:
     """Return the vector i where `index` is `i[:, None].expand(-1, D)`, or another form of that.
 
-    So `gather` and `scatter_add` take the number of each row. All forms are views of i.
+    `gather` and `scatter_add` take row numbers in this form. All forms are views of i.
     """
     node = index if isinstance(index, fx.Node) and len(shape_of(index)) == 2 else None
     while node is not None and called_name(node) in EXPANDS:
@@ -131,7 +131,7 @@ def index_in_columns(node: fx.Node) -> fx.Node | None:
 
 
 def _is_one_column(node: fx.Node) -> bool:
-    """Whether `node`, `[R, 1]`, has the elements of what it is made of in the same order."""
+    """Whether `node`, `[R, 1]`, has the elements of its source in the same order."""
     if node.target is not operator.getitem:
         return called_name(node) in ("unsqueeze", "view", "reshape")
     given = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -143,10 +143,10 @@ class TokenIndex:
     """Proofs about indices of one graph."""
 
     written: frozenset[int]
-    """Storages that the graph writes in place: what made them does not tell what they hold."""
+    """Storages that the graph writes in place: their makers do not determine their contents."""
 
     def rows_of_each_token(self, index: fx.Node, tokens: fx.Node) -> int | None:
-        """Return how many rows every token has: `k` where `index` is `order // k`, else None.
+        """Return the number of rows of every token: `k` where `index` is `order // k`, else None.
 
         `order` must be a permutation of as many rows as `k` times the tokens.
         """
@@ -157,10 +157,10 @@ class TokenIndex:
         return k if rows is not None and rows == k * _length(tokens) else None
 
     def part_of(self, index: fx.Node) -> TokenPart | None:
-        """Return the tokens that have rows where those are a part of all, one after another.
+        """Return the tokens that have rows if they are a part of all tokens and consecutive.
 
-        `index` is then `(order + k * first) // k`, and `order` sorts what a slice that begins at
-        `first` takes of the results of a `topk`, k for each token: all of these have k rows.
+        `index` is then `(order + k * first) // k`, and `order` sorts a slice, from `first` on, of
+        the indices of a `topk` of k for each token: all tokens of the slice have k rows.
         """
         divided, chosen = self._divided(index), self.chosen_of(index)
         first = None if chosen is None else self._first_of_slice(chosen)
@@ -198,14 +198,14 @@ class TokenIndex:
         return chosen if whole and in_rows and is_of_these else None
 
     def not_chosen(self, index: fx.Node) -> fx.Node:
-        """Return what keeps `chosen_of` from the choice: of `order // k` the order where it sorts
-        nothing, else what it sorts."""
+        """Return the node at which `chosen_of` stops: the index if it is not `order // k`, else the
+        order if it sorts nothing, else the origin of the vector it sorts."""
         divided = self._divided(index)
         key = None if divided is None else self._sorted_by(divided[0])
         return index if divided is None else divided[0] if key is None else self.origin(key)
 
     def topk_of(self, chosen: fx.Node) -> dict[str, Any] | None:
-        """Return the arguments of the `topk` whose indices are `chosen`, or rows of it are."""
+        """Return the arguments of the `topk` whose indices, or rows of them, are `chosen`."""
         source = None if self._first_of_slice(chosen) is None else _node(chosen.args[0])
         whole = chosen if source is None else self.origin(source)
         return self.output(whole, 1, "topk", *TOPK)
@@ -252,7 +252,7 @@ class TokenIndex:
         return (source, number) if source is not None and _is_size(number) else (order, 0)
 
     def _first_of_slice(self, rows: fx.Node) -> int | fx.Node | None:
-        """Return which row of a matrix is the first of `rows`, where these are a slice of it."""
+        """Return the first row of the slice of a matrix that `rows` is; None of anything else."""
         if rows.target is not operator.getitem or self.is_written(rows):
             return None
         bounds, is_matrix = rows.args[1], len(shape_of(rows)) == 2
@@ -270,12 +270,12 @@ class TokenIndex:
         return None if self.is_written(result) else arguments_of(result.args[0], name, *parameters)
 
     def arguments(self, node: Any, name: str, *parameters: str) -> dict[str, Any] | None:
-        """Return the arguments of the call that tells what `node` holds."""
+        """Return the arguments of the call that determines the values of `node`."""
         given = arguments_of(node, name, *parameters)
         return None if given is None or self.is_written(node) else given
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """Return where integers come from, before changes of form only."""
+        """Return the node that integers come from, before changes of form only."""
         while not self.is_written(node) and (source := _same_integers(node)) is not None:
             node = source
         return node
@@ -286,7 +286,7 @@ class TokenIndex:
 
 
 def _same_integers(node: fx.Node) -> fx.Node | None:
-    """Return what holds the integers of `node` in the same flat order, in another form."""
+    """Return the source of `node` if it holds the same integers in the same flat order."""
     source = _node(node.args[0]) if node.op == "call_method" and node.target in FORMS else None
     before, after = (None if n is None else tensor_of(n) for n in (source, node))
     if source is None or before is None or after is None or not is_integer(source):

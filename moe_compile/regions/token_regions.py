@@ -1,4 +1,4 @@
-"""The words of the other dispatches: what is around a region, and why it keeps its all-to-all.
+"""Data of the other dispatches: the gather and the sums around a region, and its new forms.
 
 Contract
     A `TokenRows` names nodes of one graph and is stale once that graph is edited.
@@ -20,7 +20,7 @@ class TokenSum:
     """The sums after a combine."""
 
     rows: fx.Node
-    """`[R, D]`: what is summed."""
+    """`[R, D]`: the rows that are summed."""
     total: fx.Node
     """`[T, D]`: one sum per token."""
     index: fx.Node
@@ -30,26 +30,26 @@ class TokenSum:
     num_sums: object
     """T, as `shape_of` has it; where rows are put in order first, as their order tells it."""
     num_slots: object = None
-    """Rows that are added up for a token, where these are put in order first; else None."""
+    """Number of rows added up for a token, where rows are put in order first; else None."""
     base: fx.Node | None = None
-    """What the sums are added to; None for zeros."""
+    """The tensor that the sums are added to; None for zeros."""
     weights: fx.Node | None = None
     """Weights of the rows in order, `k` to a token; None for 1."""
     tail: tuple[fx.Node, ...]
     """All nodes of the form, from the rows on, `total` included, in order."""
     memory: fx.Node | None = None
-    """What the rows are put in order in, where they are written there."""
+    """The memory that rows are written into in order; None where they are indexed."""
     by_token: fx.Node | None = None
     """The rows in order as `[T, k, D]`."""
     needs_all: bool = False
-    """Whether the form has a row for every place, so that no memory is read that nobody wrote."""
+    """Whether the form has a row for every place, so that no unfilled memory is read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenPart:
-    """Tokens that follow one another, of which a rank sends the rows; others send those of others.
+    """Consecutive tokens whose rows a rank sends; other ranks send the rows of the others.
 
-    So it is where ranks of tensor parallelism have the same tokens, and share the routing out.
+    This is so where ranks of tensor parallelism have the same tokens and divide their routing.
     """
 
     first: int | fx.Node
@@ -69,14 +69,14 @@ class TokenRows:
     index: fx.Node
     gather: fx.Node
     before: tuple[fx.Node, ...]
-    """What changes the gathered rows before they are sent, in order."""
+    """Nodes that change the gathered rows before they are sent, in order."""
     after: tuple[fx.Node, ...]
-    """What changes the rows that came back before they are summed, in order."""
+    """Nodes that change the rows that came back before they are summed, in order."""
     factors: tuple[fx.Node, ...]
     """Factors per row that `before` and `after` read, each once."""
     sums: TokenSum
     rows_per_token: int | None
-    """Rows that every token has, of a part every one of that; None when not proven to be one
+    """Rows that every token, or every token of `part`, has; None when not proven to be one
     number."""
     part: TokenPart | None = None
     """The tokens that have rows, where not all are proven to."""
@@ -86,16 +86,16 @@ class TokenRows:
     is_chosen_once: bool
     """Whether no token is proven to have two rows for one expert."""
     chosen: fx.Node | None
-    """The experts of each token, `[..., k]`, by which the rows are sorted, of a part those of its
-    tokens; None when not found."""
+    """The experts of each token, `[..., k]`, by which the rows are sorted; with a `part`, of its
+    tokens. None when not found."""
     keeps_order: bool
     """Whether the rows of one expert stand in the order of their tokens."""
 
     @property
     def weighted(self) -> frozenset[str]:
-        """Of `dispatch` and `combine` those around which rows are changed before they are packed.
+        """Those of `dispatch` and `combine` around which rows are changed before they are packed.
 
-        Of the combine it is the gradients of sums that become gradients of weighted rows.
+        For the combine, gradients of sums become gradients of weighted rows.
         """
         is_weighted = bool(self.after) or self.sums.weights is not None
         changed = {"dispatch": bool(self.before), "combine": is_weighted}
@@ -109,7 +109,7 @@ class TokenRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatheredForm:
-    """How a region runs on gathered tokens."""
+    """The form of a region that runs on gathered tokens."""
 
     region: MoERegion
     found: TokenRows
@@ -119,15 +119,15 @@ class GatheredForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwoHopForm:
-    """How a region is dispatched in two hops."""
+    """The form of a region that is dispatched in two hops."""
 
     region: MoERegion
     found: TokenRows
     chosen: fx.Node
     """The experts of each token, `[..., k]`, none of them twice."""
     told: tuple[fx.Node, ...]
-    """From the exchange of counts to what the region receives, in graph order: what the table of
-    the hops takes the place of. () where the model's own exchange stays."""
+    """Nodes from the exchange of counts to the received counts, in graph order, that the table of
+    the hops replaces. () where the model's own exchange stays."""
     nodes: NodeGroups
     rounds: bool
     """Whether sums per token are made on the nodes, so that all exchanges go in two hops."""

@@ -1,8 +1,8 @@
-"""Where the rows of a region come from and go to: a gather of tokens, and a sum per token.
+"""The source and the end of a region's rows: a gather of tokens, and a sum per token.
 
 Contract
-    A `TokenRows` says: row r of the dispatch is `tokens[index[r]]`, changed row by row, and what
-    follows the combine adds the results, changed row by row, to their tokens: all that is needed
+    A `TokenRows` says: row r of the dispatch is `tokens[index[r]]`, changed row by row, and the
+    nodes after the combine add the results, changed row by row, to their tokens. This is enough
     to move tokens instead of rows. The graph is not edited.
 
     tokens[index] -> before -> region -> after -> sums of the rows of each token
@@ -38,7 +38,7 @@ WHOLE_ROW: Final = slice(None, None, None)
 
 
 def find_token_rows(region: MoERegion) -> TokenRows | Left:
-    """Return where the rows of `region` come from and go to, or why a switch must not be made."""
+    """Return the gather and the sums around `region`, or why its dispatch must be kept."""
     found, dependence = read_token_rows(region), region.facts.dependence
     if isinstance(found, Left):
         return found
@@ -56,7 +56,7 @@ def find_token_rows(region: MoERegion) -> TokenRows | Left:
 
 
 def read_token_rows(region: MoERegion) -> TokenRows | Left:
-    """Return where the rows of `region` come from and go to, whatever is switched meanwhile."""
+    """Return the gather and the sums around `region`, without a check of writes and modes."""
     try:
         return _find(region)
     except Left as stopped:
@@ -109,7 +109,7 @@ def _find(region: MoERegion) -> TokenRows:
 
 
 def _can_be_reduced(total: fx.Node, tokens: fx.Node) -> bool:
-    """Whether sums are a matrix of floating point, where the tokens are: of bools they are none."""
+    """Whether the sums are a floating-point matrix on the device of the tokens."""
     sums, source = tensor_of(total), tensor_of(tokens)
     if sums is None or source is None or sums.device != source.device:
         return False
@@ -127,7 +127,7 @@ def _up_to_gather(rows: fx.Node) -> tuple[fx.Node, RowChain]:
 
 
 def _gathered(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the matrix of which `node` gathers rows, and the vector of integers it does it by."""
+    """Return the matrix whose rows `node` gathers, and the vector of integers it indexes by."""
     source: object = None
     index: object = None
     if node.target is operator.getitem:
@@ -149,9 +149,9 @@ def _gathered(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _state_change(first: fx.Node, last: fx.Node, *, attends: bool) -> fx.Node | None:
-    """Return a change of mode between two nodes, but for grad mode switched off and on again.
+    """Return a change of mode between two nodes, except grad mode switched off and on again.
 
-    Unless the region `attends` it may stand beside attention whose backend is chosen.
+    Unless the region `attends`, a choice of the attention backend is allowed too.
     """
     grad_modes: list[object] = []
     change, node = None, first

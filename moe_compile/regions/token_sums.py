@@ -1,4 +1,4 @@
-"""What follows a combine when it is a sum per token: rows added by index, or put in order first.
+"""The sum per token after a combine: rows added by index, or put in order first.
 
 Contract
     A `TokenSum` says which rows are added up for a token, and by which weights; the graph is not
@@ -9,8 +9,8 @@ Contract
     z = zeros; z[order] = rows, or index_copy; z.reshape(tokens, k, width), then sum(1), bmm or
     einsum with the weights, or a product with them and sum(1)
 
-    Of the second, z is memory that nobody filled where each place gets a row, and so it is where it
-    is `rows[argsort(order)]`.
+    In the second, z may be unfilled memory if each place gets a row. The form
+    `rows[argsort(order)]` in place of z fills each place as well.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SUMS_UP: Final = frozenset({"bmm", "einsum"})
 """Products that are sums, too."""
 WEIGHS: Final = MULTIPLIES | SUMS_UP
 OF_ZEROS: Final = frozenset({"size", "dtype", "layout", "device", "pin_memory", "memory_format"})
-"""Arguments that leave zeros what they are; a layout is read off the tensor."""
+"""Arguments that do not change the zeros; a layout is read off the tensor."""
 FORMS: Final = frozenset({"reshape", "view", "unflatten"})
 ROWS_OF_TOKENS: Final = (1, -2, [1], (1,), [-2], (-2,))
 """The dimension of a token's rows in `[T, k, D]`, as sums take it."""
@@ -56,7 +56,7 @@ ROWS_OF_TOKENS: Final = (1, -2, [1], (1,), [-2], (-2,))
 def find_token_sum(
     result: fx.Node, num_sent: object, dependence: Dependence
 ) -> tuple[RowChain, TokenSum]:
-    """Return what changes the rows of `result` one by one, and the sum per token after that.
+    """Return the steps that change the rows of `result` one by one, and the sum per token after.
 
     As many rows come back as were sent, `num_sent`. Raises Left where there is no such sum.
     """
@@ -92,7 +92,7 @@ def _reads_sizes(node: fx.Node) -> bool:
 
 
 def _made_with(memory: fx.Node) -> tuple[fx.Node, ...]:
-    """Return what makes `memory` alone: a question for sizes, and itself."""
+    """Return the nodes that serve `memory` alone: size queries, and itself."""
     asked = [n for n in memory.all_input_nodes if is_size_query(n) and len(n.users) == 1]
     return (*asked, memory)
 
@@ -129,7 +129,7 @@ def _index_of(node: fx.Node) -> Any:
 
 
 def base_of(total: fx.Node) -> fx.Node | None:
-    """Return what a sum by index adds to, None where `total` is another form."""
+    """Return the tensor that a sum by index adds to; None where `total` is another form."""
     given = _sum_by_index(total)
     return None if given is None else given.base
 
@@ -213,7 +213,7 @@ def _by_token(
     before: tuple[fx.Node, ...],
     reader: fx.Node | None = None,
 ) -> TokenSum:
-    """Read what follows rows in order: a view by token, and the sums of these."""
+    """Read the nodes after rows in order: a view by token, and the sums of these."""
     rows = steps.rows
     if type_of(ordered) is not type_of(rows) or shape_of(ordered)[1:] != shape_of(rows)[1:]:
         raise Left(Reason.NO_SUM, operator_at(ordered))
@@ -237,7 +237,7 @@ def _by_token(
 
 
 class _Steps:
-    """What becomes of rows in order, one step after another: each is known, or Left."""
+    """The steps from rows in order to their sums; an unknown step raises Left."""
 
     def __init__(self, rows: fx.Node, num_sent: object, dependence: Dependence) -> None:
         self.rows, self.dependence = rows, dependence
@@ -253,7 +253,7 @@ class _Steps:
         return self._by_token
 
     def sizes(self, node: fx.Node) -> list[Any]:
-        """Return the sizes of a tensor, that came back in the terms of those that were sent."""
+        """Return the sizes of a tensor, with the rows that came back as those that were sent."""
         came_back = num_rows(self.rows)
         return [where_equal(size, came_back, self._num_sent) for size in shape_of(node)]
 
@@ -297,7 +297,7 @@ class _Steps:
         if torch_name(user) == "bmm":
             self.nodes += _squeezed(user)[1:]
         self.is_ended = torch_name(user) in SUMS_UP
-        is_by_row = self._by_token is None and len(shape_of(weights)) == 2  # told at the sum
+        is_by_row = self._by_token is None and len(shape_of(weights)) == 2  # checked at the sum
         return is_by_row or self.sizes(weights) == sizes
 
     def _is_sum(self, user: fx.Node) -> bool:
@@ -338,7 +338,7 @@ def _weights_of_einsum(product: fx.Node, by_token: fx.Node) -> fx.Node | None:
 
 
 def _squeezed(product: fx.Node) -> list[fx.Node]:
-    """Return `product`, `[T, 1, D]`, and what makes it `[T, D]`, in order."""
+    """Return `product`, `[T, 1, D]`, and the nodes that make it `[T, D]`, in order."""
     found = [product]
     while len(shape_of(found[-1])) == 3:
         node = only_reader(found[-1])
