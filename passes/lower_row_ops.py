@@ -2,10 +2,10 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every value: the operators' own references are what is written out.
+    Keeps     every value: the operators' own references are written out.
 
 On a GPU the operators stay: each is one Triton kernel. On a CPU Inductor fuses the written-out form
-with what stands around it. With `codegen = "fx"` they run as they are.
+with its neighbours. With `codegen = "fx"` they run as they are.
 """
 
 from __future__ import annotations
