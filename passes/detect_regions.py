@@ -70,7 +70,7 @@ def _inside_functions(graph: fx.Graph) -> Iterator[Verdict]:
 
 
 def _told(graph: fx.Graph, other: Verdict, config: MegaMoEConfig) -> Verdict:
-    """Return `other` with its place and, if it was meant to be a region, the option that asks."""
+    """Return `other` with its place in the source and the option that asks for it, if any."""
     options = ("chunks", "dispatch", "dispatch_wire", "combine_wire") if other.is_region else ()
     option = next(filter(config.asks_for, options or ("chunks",)), "")
     where = next((source_place(n) for n in graph.nodes if n.name == other.candidate), "")

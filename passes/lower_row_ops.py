@@ -82,7 +82,7 @@ def _write_out(node: fx.Node) -> None:
         return WRITTEN_OUT[node.target](*args, **kwargs)
 
     values = [n.meta["val"] for n in inputs]
-    mode = detect_fake_mode(values) or contextlib.nullcontext()  # what takes no tensor is fake too
+    mode = detect_fake_mode(values) or contextlib.nullcontext()  # fake without tensors too
     with mode:
         traced = make_fx(run, decomposition_table=select_decomp_table())(*values)
     emit = Emitter(node)

@@ -50,7 +50,7 @@ class PinOrder(GraphPass):
 def pin_order(graph: fx.Graph) -> bool:
     """Hold launches and waits in their order, and matrix products where they stand between these.
 
-    Attention is held before the exchanges behind it: long enough to hide the exchanges they wait
+    Attention is held before the exchanges behind it: it is long enough to hide the work they wait
     for, and the host's time to launch them.
     This is stronger than the settings: fusion cannot pull a wait before compute it stands after,
     nor compute under an exchange before its launch, with a kernel that the launch needs. It has to

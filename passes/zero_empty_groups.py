@@ -62,7 +62,7 @@ def _zero_empty_groups(product: fx.Node) -> None:
     ends = product.kwargs["offs"] if "offs" in product.kwargs else product.args[2]
     value = product.meta["val"]
     emit = ValuedEmitter(product.next)
-    with detect_fake_mode([value]) or contextlib.nullcontext():  # what takes no tensor is fake too
+    with detect_fake_mode([value]) or contextlib.nullcontext():  # fake without tensors too
         zero = emit.call(ATEN.full.default, [], 0.0, dtype=value.dtype, device=value.device)
     begins = emit.call(ATEN.constant_pad_nd.default, ends, [1, -1], 0)
     has_rows = emit.call(ATEN.ne.Tensor, ends, begins)

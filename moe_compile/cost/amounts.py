@@ -86,7 +86,7 @@ CONCATENATION: Final = "cat"
 FEW: Final = 4096
 """Tensors of at most so many integers hold counts or places of rows, not rows."""
 KERNELS_OF_FEW: Final = 0.25
-"""Kernels per operator on few integers: Inductor fuses scans and sums with what stands around them.
+"""Kernels per operator on few integers: Inductor fuses scans and sums with their neighbours.
 31 for 123, in the code it generates for DeepSeek-V3 16B in one, two and four chunks (5 for 12, 10
 for 41, 16 for 70)."""
 KERNELS_OF_FLEX: Final = {False: 1.0, True: 2.0}

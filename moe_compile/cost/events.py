@@ -6,7 +6,7 @@ Contract
     compute runs at 1 / (1 + contention) of its rate; while compute runs, a collective runs at
     1 / (1 + the overlap slowdown of its stream). Collectives of several streams do not slow
     each other.
-    A task's end is what follows from the tasks given so far: those given later may move it,
+    A task's end follows from the tasks given so far: those given later may move it,
     never to an earlier time. With neither slowdown an end is start plus work, exactly.
 
 Pseudo-code

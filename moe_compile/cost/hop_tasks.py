@@ -4,7 +4,7 @@ Contract
     Hops as the compiler makes them: hop 1 between nodes and hop 2 inside the node are collectives
     of their own; rows are moved by compute before, between and behind them.
     Hop 1 goes in slices of tokens, hop 2 of a slice in chunks of experts once the slice is there.
-    Where rows are summed, each hop takes what it sends of all chunks.
+    Where rows are summed, each hop needs the rows it sends of all chunks.
     Without torch.
 
 Pseudo-code

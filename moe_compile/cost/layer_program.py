@@ -45,7 +45,7 @@ class LayerProgram:
 
     module: fx.GraphModule
     inputs: list[torch.Tensor]
-    """On the graph's own fake mode; only sizes, types and devices are read."""
+    """Tensors on the graph's own fake mode; only sizes, types and devices are read."""
     origins: list[fx.Node] = field(default_factory=list)
     """The Dynamo node at each place."""
     objects: list[Any] = field(default_factory=list)

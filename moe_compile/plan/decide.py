@@ -182,7 +182,7 @@ def may_hop(
 def _repacks(config: MegaMoEConfig, candidate: Candidate, hopping: Hopping) -> bool:
     """Whether hops in eight bits would round unlike the flat exchange, and may not.
 
-    Sums of nodes are packed again; combined rows may be packed before their weights are applied.
+    Sums of nodes are packed again; weighted rows are packed without their weights.
     """
     if config.allows("lossy"):
         return False

@@ -78,7 +78,7 @@ class FoundExperts(Found[MoERegion]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """What detection found in one Dynamo graph."""
+    """The findings of detection in one Dynamo graph."""
 
     by_kind: Mapping[str, tuple[Found[Any], ...]] = field(default_factory=dict)
     """Name of a kind -> its candidates."""

@@ -55,7 +55,7 @@ class CompileState:
     """Whether the Dynamo graph at hand is recomputed in the backward: all of it is inside an
     activation checkpoint that keeps nothing of its own choice."""
     site: str = ""
-    """Where in the user's source the compiled code stands; the same on every rank."""
+    """Place of the compiled code in the user's source; the same on every rank."""
     is_chunked: bool = False
     """Whether some region of the compilation, attention too, runs in more than one chunk, or some
     graph on parts of its batch."""

@@ -53,7 +53,7 @@ class RegionReport:
     hop_slices: int = 1
     """Slices of tokens that hop 1 goes in, in two hops, beside the chunks."""
     chunk_edges: str = "even"
-    """Where chunks begin and end, as the option names it."""
+    """Edges of the chunks, as the option names them."""
     num_tokens: int = 0
     """Tokens of each rank where they are gathered and known when compiling; 0 in other cases. All
     ranks must have as many, and compare this number before they run."""

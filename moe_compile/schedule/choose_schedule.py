@@ -68,7 +68,7 @@ TIE: Final = 0.002
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateOrder:
-    """One order and what it costs."""
+    """One order, its peak memory and its time."""
 
     order: tuple[int, ...]
     peak_bytes: int

@@ -35,7 +35,7 @@ class Policy:
     key: Callable[[ScheduleProblem, int], tuple[float, ...]]
     """Sort key, smallest first; ties go to graph order."""
     patience: float = 0.0
-    """Share of a filler's time that may be spent idle instead, for nodes a launch needs earlier."""
+    """Share of a filler's time that may be spent idle, for nodes that an earlier launch needs."""
     spares_host: bool = False
     """Whether launches let others pass until the host has time for them, on an idle link too."""
 

@@ -357,7 +357,7 @@ class LayerCosts(LayerSizes):
         return self.kernels.memory_us(0.0, ORDER_KERNELS)
 
     def place_us(self) -> float:
-        """Number the gathered rows: small kernels that find a rank's own."""
+        """Small kernels that read the numbers of gathered rows and find a rank's own."""
         if not (self.method.gathers_rows and self.method.sums_gathered):
             return 0.0
         return self.kernels.memory_us(self.routed_rows * PLACE_BYTES, PLACE_KERNELS)

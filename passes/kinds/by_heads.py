@@ -4,7 +4,7 @@ Contract
     The groups partition the heads, along KV heads; joined, their results are the region's, bit
     for bit, since attention treats heads apart and everything else moves data; where
     `AttentionRegion.may_round`, but for how matrix products and sums over heads round.
-    All groups' exchanges are launched before the first attention; gradients of what is cut in
+    All groups' exchanges are launched before the first attention; gradients of tensors cut in
     groups are concatenated, never summed.
     Everything is emitted just before the attention, so that a selection of its backend holds.
     Attention that is no region is planned as it is, with the reason.
