@@ -8,10 +8,10 @@ Contract
     wait(reduce_scatter_tensor(x, "sum", n, group))  ->
         sum(view(wait(all_to_all_single(bfloat16(x), even, even, group)), [n, ...]), 0, float32)
 
-Off unless `gradient_wire = "bf16_fp32_sum"`. A gradient of a parameter is told from one of an
-activation, as tensor parallelism reduces it, by where it goes: the graph returns it, and on the way
-its values are at most cast, scaled or added to, or summed over replicas (MegaScale-MoE, section 5).
-Each rank decides by its own backward graph. What that follows from in the forward is part of the
+Off unless `gradient_wire = "bf16_fp32_sum"`. A parameter's gradient is told from an activation's,
+which tensor parallelism reduces, by its uses: the graph returns it, and on the way its values are
+at most cast, scaled or added to, or summed over replicas (MegaScale-MoE, section 5).
+Each rank decides by its own backward graph. The facts of the forward that decide it are part of the
 plan that ranks agree on; where they decide apart all the same, the orders they record differ.
 """
 
@@ -43,7 +43,7 @@ from passes.contract import Fact, GraphPass
 
 ATEN: Final = torch.ops.aten
 SUMMED: Final = ("sum", "avg")
-"""Reductions that are sums, but for a factor."""
+"""Reductions that are sums, up to a factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class GradientReduction:
     waits: Sequence[fx.Node]
     """The wait on the launch, then those on that wait."""
     source: fx.Node
-    """What is reduced, float32 `[n K, ...]`, or the bfloat16 that it was cast from."""
+    """The tensor to reduce, float32 `[n K, ...]`, or the bfloat16 that it was cast from."""
     ranks: int
     group: Any
     is_mean: bool
@@ -168,7 +168,7 @@ def _arguments(launch: fx.Node) -> dict[str, Any]:
 
 
 def _gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Return what is computed from gradients of the forward's results."""
+    """Return the nodes computed from gradients of the forward's results."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if is_tangent(node) or not found.isdisjoint(node.all_input_nodes):
@@ -177,7 +177,7 @@ def _gradients(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_returned(waits: Sequence[fx.Node]) -> bool:
-    """Whether outputs are all that what is waited for reaches, and only linearly."""
+    """Whether the awaited result reaches nothing but outputs, and only linearly."""
     reached, todo = set(waits), list(waits)
     while todo:
         value = todo.pop()
@@ -192,7 +192,7 @@ def _is_returned(waits: Sequence[fx.Node]) -> bool:
 
 
 def _hands_on(node: fx.Node, varying: Collection[fx.Node]) -> bool:
-    """Whether `node` is linear in what is `varying`; so is a sum over replicas, and its wait."""
+    """Whether `node` is linear in its `varying` inputs; so is a sum over replicas, and its wait."""
     if node.target is C10D.all_reduce.default:
         return argument_of(node, 1, "reduce_op") in SUMMED
     return is_wait(node) or is_linear(node, varying)

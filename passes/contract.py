@@ -1,4 +1,4 @@
-"""What every pass is, what it is given, and what it reports.
+"""The interface of every pass: its inputs and its report.
 
 Contract
     A pass decides completely before it edits anything, so a refusal leaves the graph untouched.
@@ -19,7 +19,7 @@ from moe_compile.plan.state import CompileState
 
 
 class Fact(enum.Enum):
-    """Something later passes may rely on. Values are what reports print."""
+    """A property of the graph that later passes may rely on. Values are printed in reports."""
 
     WAITS_VISIBLE = "every exchange is a launch and a wait of `_c10d_functional`"
     REGIONS_FOUND = "every MoE region and attention is known, with its proof or its refusal"
@@ -40,7 +40,7 @@ class GraphPass(ABC):
     commutes_with: ClassVar[frozenset[str]] = frozenset()
     """Names of passes of the same level that may come before or after, with the same result."""
     is_check: ClassVar[bool] = False
-    """Whether the pass only looks: its failure is never passed over, since the graph is wrong."""
+    """Whether the pass only checks: its failure is never passed over, since the graph is wrong."""
 
     @abstractmethod
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:

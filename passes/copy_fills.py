@@ -2,7 +2,7 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every value: what is made again is a tensor of one number, or a view of one.
+    Keeps     every value: only a tensor of one number, or a view of one, is made again.
 
     cat(a, zeros), cat(b, zeros)  ->  cat(a, zeros), cat(b, zeros')
 
@@ -52,7 +52,7 @@ class CopyFills(GraphPass):
 
 
 def _made_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield `node`, and what it is a view of."""
+    """Yield `node`, and the bases it is a view of."""
     yield node
     if is_view(node):
         yield from _made_of(node.all_input_nodes[0])

@@ -3,7 +3,7 @@
 Contract
     Requires  WAITS_VISIBLE.
     Provides  REGIONS_FOUND.
-    Keeps     the graph; notes on the exchanges of each region that they are of one.
+    Keeps     the graph; marks the exchanges of each region as such.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _inside_functions(graph: fx.Graph) -> Iterator[Verdict]:
 
 
 def _told(graph: fx.Graph, other: Verdict, config: MegaMoEConfig) -> Verdict:
-    """Say of an exchange why it is of no region: one that dispatches rows was meant to be."""
+    """Return `other` with its place in the source and the option that asks for it, if any."""
     options = ("chunks", "dispatch", "dispatch_wire", "combine_wire") if other.is_region else ()
     option = next(filter(config.asks_for, options or ("chunks",)), "")
     where = next((source_place(n) for n in graph.nodes if n.name == other.candidate), "")

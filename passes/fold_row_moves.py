@@ -1,4 +1,4 @@
-"""Fold gathers of rows into the operator that packs them, permutations into that which unpacks.
+"""Fold gathers of rows into the operator that packs them, permutations into the one that unpacks.
 
 Contract
     Requires  FUNCTIONAL.
@@ -9,7 +9,7 @@ Contract
     unpack(m)[p]                  ->  unpack_permute(m, p)
     cat(unpack(a), unpack(b))[p]  ->  unpack_permute(cat(a, b), p); rows of zeros alike
 
-Only what nothing else reads is folded, so that no gather runs in vain.
+Only rows without other readers are folded, so that no gather runs in vain.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ def _is_packed(part: fx.Node) -> bool:
 
 @dataclass(slots=True)
 class _Origins:
-    """Where the rows of nodes come from; one composition serves every chunk."""
+    """Sources of the rows of nodes; one composition serves every chunk."""
 
     known: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = field(default_factory=dict)
     pieces: dict[fx.Node, fx.Node] = field(default_factory=dict)
     passed: set[fx.Node] = field(default_factory=set)
-    """Gathers and splits nothing may need any more."""
+    """Gathers and splits that may be unused by now."""
 
     def of(self, node: Any) -> tuple[fx.Node, fx.Node | None]:
         """Return (source, index) with `node` equal to `source[index]`, or (node, None)."""
@@ -140,7 +140,7 @@ class _Origins:
 
 
 def _permuted(unpack: fx.Node) -> fx.Node | None:
-    """Return the gather that is all that reads the unpacked rows, alone or joined with others."""
+    """Return the gather that alone reads the unpacked rows, by themselves or joined to others."""
     for reader in unpack.users:
         move = row_gather(reader)
         if move is not None and move[0] is unpack and len(unpack.users) == 1:
@@ -154,7 +154,7 @@ def _permuted(unpack: fx.Node) -> fx.Node | None:
 
 
 def _parts(joined: fx.Node) -> list[fx.Node] | None:
-    """Return what `joined` joins: unpacked rows of one kind, read by it alone, and such zeros."""
+    """Return the inputs of `joined`: unpacked rows of one kind, for it alone, and such zeros."""
     parts = rows_joined(joined) or []
     unpacks = [part for part in parts if part.target is UNPACK_DEQUANTIZE]
     zeros = {p: made for p in parts if p not in unpacks and (made := zero_rows(p)) is not None}
@@ -168,7 +168,7 @@ def _parts(joined: fx.Node) -> list[fx.Node] | None:
 
 
 def _permute(gather: fx.Node) -> None:
-    """Unpack and permute in one what `gather` gathers from."""
+    """Unpack and permute the source of `gather` in one operator."""
     move = row_gather(gather)
     assert move is not None
     rows, index = move

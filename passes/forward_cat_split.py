@@ -2,14 +2,14 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every value bit for bit, and its memory layout: a piece is taken for a part only where
-              it has exactly its elements, one after another.
+    Keeps     every value bit for bit, and its memory layout: a piece is replaced by a part only
+              where it has exactly its elements, one after another.
 
     split(view(cat([a, b]), ...), ...)[i]  ->  view of a, or of b; slices alike
 
-Blocks under activation checkpointing are split into parts each by itself: what one joins the next
-splits again, forward and, of gradients, backward. Without this no part of a block could begin
-before all parts of the one before were done.
+Blocks under activation checkpointing are split into parts each by itself: one block joins parts and
+the next splits them again, forward and, of gradients, backward. Without this pass no part of a
+block could begin before all parts of the one before were done.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def _part(node: fx.Node) -> fx.Node | None:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """Return what views show as a whole, which is what torch keeps between checkpointed blocks."""
+    """Return the base that views show as a whole; torch keeps bases between checkpointed blocks."""
     while node.target in VIEWS and _is_plain(node) and _is_plain(node.args[0]):
         node = node.args[0]
     return node
 
 
 def _piece(node: fx.Node) -> tuple[Any, int, int] | None:
-    """Return what `node` is a run of elements of: the first of them, and the one behind."""
+    """Return (source, first, end) where `node` is that run of elements of a source."""
     if node.target is operator.getitem and node.args[0].target is SPLIT:
         source, sizes, *rest = node.args[0].args
         dim, before = rest[0] if rest else 0, sizes[: node.args[1]]

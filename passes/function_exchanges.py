@@ -1,13 +1,13 @@
 """An `autograd.Function` of the program that is a collective of its input, and nothing else.
 
 Contract
-    The forward body hands each of its results what one collective brought of one input; the
-    backward body gives each such input what the collective's own derivative is, and no other input
-    a gradient. Then the plain collective, awaited, has the same values and gradients.
+    Each result of the forward body is the result of one collective on one input. The backward body
+    gives each such input the collective's own derivative, and no other input a gradient. Then the
+    plain collective, awaited, has the same values and gradients.
     A body is followed as long as it moves no value but by collectives: inputs are handed on,
-    collectives are launched on them and awaited, what they brought is copied into new memory, and
-    the host computes sizes. The first node that does anything else ends it. A node that is called
-    `given` or `brought` has the values, the type and the sizes of what it is said to be, in every
+    collectives are launched on them and awaited, their results are copied into new memory, and the
+    host computes sizes. The first node that does anything else ends it. A node in `given` or
+    `brought` has the values, the type and the sizes of the input or result it maps to, in every
     run.
 
 Fairscale, DeepSpeed and Megatron-Core exchange rows so: `all_to_all_single` into empty memory
@@ -48,30 +48,30 @@ from moe_compile.journal.reasons import Reason
 HAND_ON: Final = frozenset({"view_as", "alias", "detach"})
 """Functions and methods that return the values of their first argument as they are."""
 HAND_ON_IF_ALIKE: Final = frozenset({"contiguous", "clone", "view", "reshape", "to", "flatten"})
-"""Those that do so where type and sizes stay what they were."""
+"""Those of them that also keep type and sizes."""
 MAKE_MEMORY: Final = frozenset(
     {"empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros"}
 )
-"""Those that make a tensor which nothing else has."""
+"""Functions and methods that make a tensor which no other node has."""
 NUMBERS: Final = (int, torch.SymInt, torch.SymBool)
 READ_SIZES: Final = frozenset({"size", "numel", "dim"})
 
 
 @dataclass(slots=True)
 class BodyValues:
-    """See the module docstring."""
+    """The nodes of a body, followed; see the module docstring."""
 
     graph: fx.Graph
     given: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """Node -> the input of the body that it is."""
+    """Node -> the input of the body whose values it has."""
     brought: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """Node -> the launch whose result, awaited, it is."""
+    """Node -> the launch whose awaited result it has."""
     sizes: set[fx.Node] = field(default_factory=set)
-    """Numbers that the host computes of sizes."""
+    """Numbers that the host computes from sizes."""
     obstacle: fx.Node | None = None
     """The first node that is not followed."""
     _memory: set[fx.Node] = field(default_factory=set)
-    """New memory that nothing has filled."""
+    """New memory that nothing has filled yet."""
 
     @classmethod
     def of(cls, graph: fx.Graph) -> BodyValues:
@@ -111,13 +111,13 @@ class BodyValues:
         return True
 
     def from_inputs(self, numbers: Any) -> bool:
-        """Whether numbers are computed of what the body is given alone."""
+        """Whether numbers are computed from the body's inputs alone."""
         nodes = [n for n in pytree.tree_leaves(numbers) if isinstance(n, fx.Node)]
         of_inputs = (n in self.given or self.from_inputs(n.all_input_nodes) for n in nodes)
         return all(n in self.given or n in self.sizes for n in nodes) and all(of_inputs)
 
     def _is_size(self, node: fx.Node) -> bool:
-        """Whether the host computes a number of sizes."""
+        """Whether the host computes the node, a number, from sizes."""
         reads = called_name(node) in READ_SIZES or overload_name(node).startswith("aten::sym_")
         is_item = node.target is operator.getitem and node.args[0] in self.sizes
         computes = reads or is_item or is_host_arithmetic(node)
@@ -132,7 +132,7 @@ class BodyValues:
         return True
 
     def _fill(self, node: fx.Node) -> bool:
-        """Take `memory.copy_(brought)`: from here on the memory is what was brought."""
+        """Note `memory.copy_(brought)`: from here on the memory has the value brought."""
         memory, source = node.args[:2]
         if memory not in self._memory or source not in self.brought or not alike(memory, source):
             return False
@@ -173,17 +173,17 @@ REDUCE_SCATTER: Final = "reduce_scatter_tensor"
 
 @dataclass(frozen=True, slots=True)
 class FunctionExchange:
-    """The result at `place` of a function is what `launch`, of its forward body, brings."""
+    """The result at `place` of a function is that of `launch`, in its forward body."""
 
     place: int
     launch: fx.Node
     source: int
-    """Which of the function's inputs is sent."""
+    """Number of the function's input that is sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A function has an all-to-all and does more; `because` is what."""
+    """A function that has an all-to-all and does more, and `because`, the reason."""
 
     because: str
     is_dispatch: bool
@@ -196,12 +196,12 @@ class Unknown:
 
 
 def inputs_of(function: fx.Node) -> list[Any]:
-    """Return what the operator gives its forward body."""
+    """Return the operator's inputs to its forward body."""
     return [i for i in function.args if not (isinstance(i, fx.Node) and i.op == "get_attr")]
 
 
 def exchanges_of(function: fx.Node) -> list[FunctionExchange] | Unknown | None:
-    """Return what the results of an autograd function are; None where nothing is exchanged."""
+    """Return the exchanges behind an autograd function's results; None where there are none."""
     graphs = [body.graph for body in bodies(function)]
     if len(graphs) != 2:
         return None
@@ -218,7 +218,7 @@ def exchanges_of(function: fx.Node) -> list[FunctionExchange] | Unknown | None:
 def _followed(
     function: fx.Node, forward: BodyValues, backward: BodyValues
 ) -> list[FunctionExchange] | str:
-    """Return what the results are, or what is in the way."""
+    """Return the exchanges that the results are, or the obstacle."""
     if any(values.obstacle is not None for values in (forward, backward)):
         return f"{_first_obstacle(forward, backward)} stands in it"
     if function.kwargs.get("non_differentiable_idx") or function.kwargs.get("dirty_idx"):
@@ -240,10 +240,10 @@ def _first_obstacle(forward: BodyValues, backward: BodyValues) -> str:
 
 
 def _results(forward: BodyValues, read: Set[Any]) -> list[FunctionExchange] | None:
-    """Return the results of a forward body, None where one is anything but brought.
+    """Return the results of a forward body, None where one is no result of a collective.
 
-    Torch 2.11 hands on all that a body makes: what is at no place that is `read`, and no other
-    collective's, is no result.
+    Torch 2.11 returns all values of a body: one at no place that is `read`, and of no other
+    collective, is no result.
     """
     (results, *_) = forward.graph.output_node().args[0]
     results = results if isinstance(results, list | tuple) else (results,)
@@ -265,7 +265,7 @@ def _results(forward: BodyValues, read: Set[Any]) -> list[FunctionExchange] | No
 
 
 def _is_plain(launch: fx.Node, body: BodyValues) -> bool:
-    """Whether the derivative is known, and all numbers given are before the body runs."""
+    """Whether the derivative is known, and all numbers are known before the body runs."""
     is_known = _short_name(launch) in _DERIVATIVES and not launch.kwargs
     return is_known and body.from_inputs(launch.args[1:])
 
@@ -297,7 +297,7 @@ def _short_name(launch: fx.Node) -> str:
 
 
 def _call(launch: fx.Node) -> tuple[Any, ...]:
-    """Return what a launch calls, and what it is given behind the tensor, as can be compared."""
+    """Return the operator of a launch and its arguments behind the tensor, in comparable form."""
     return _short_name(launch), *(_comparable(argument) for argument in launch.args[1:])
 
 
@@ -312,11 +312,11 @@ _DERIVATIVES: Final[Mapping[str, Callable[[list[Any]], tuple[Any, ...] | None]]]
     ALL_GATHER: lambda given: (REDUCE_SCATTER, "sum", *given),
     REDUCE_SCATTER: lambda given: (ALL_GATHER, *given[1:]) if given[0] == "sum" else None,
 }
-"""What torch registers as the derivative of a functional collective, by its arguments."""
+"""The call that torch registers as the derivative of a functional collective, by its arguments."""
 
 
 def _comparable(argument: Any) -> Any:
-    """Return a number as the program wrote it, whatever tracing found out about this rank."""
+    """Return a number as the program wrote it, not as tracing specialised it on this rank."""
     if isinstance(argument, list | tuple):
         return tuple(map(_comparable, argument))
     value = value_of(argument) if isinstance(argument, fx.Node) else argument
@@ -324,7 +324,7 @@ def _comparable(argument: Any) -> Any:
 
 
 def replace_function(function: fx.Node, found: Sequence[FunctionExchange]) -> None:
-    """Have plain collectives, awaited, stand in place of `function`."""
+    """Replace `function` by plain collectives, awaited."""
     given, emitter = inputs_of(function), Emitter(function)
     awaited = {one.place: _emit(emitter, one, given) for one in found}
     for reader in list(function.users):

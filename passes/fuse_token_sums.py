@@ -1,22 +1,22 @@
-"""Sum the rows that a combine brought per token where they came, each row read once.
+"""Sum the rows from a combine per token in the order received, each row read once.
 
 Contract
     Requires  PLANNED, REWRITTEN.
-    Keeps     every collective; what experts are given; gradients of rows, which are products.
+    Keeps     every collective; the experts' inputs; gradients of rows, which are products.
     Loses     by BOUND, where the option `numerics` allows that: sums per token are made in another
-              order, as are the sums that gradients of their weights are.
+              order, and so are the sums in the gradients of their weights.
 
     z = zeros; z[order] = rows; bmm(scores, z by token)   becomes   token_sums(rows, order, scores)
     rows = permute_rows(cat(of chunks), p)                the same, of the rows of each chunk
     z[order + k first] = rows                             pad(token_sums(rows, order, scores of
                                                           tokens from first on)) with zeros
 
-The last is the form under tensor parallelism, where a rank sends the rows of a part of the tokens
-that follow one another. The sums of others are zeros, as gradients of their weights are; as the
-program is written these are zeros times a gradient, so NaN where that is not finite.
+The last is the form under tensor parallelism, where a rank sends the rows of consecutive tokens.
+The sums of other tokens are zeros, and so are gradients of their weights; in the program as written
+these are zeros times a gradient, so NaN where that is not finite.
 
 Without it rows are written in order, in float32 where scores are, and read again: at eight rows of
-bfloat16 a token eight times the bytes. What is no such sum stays, and the report says why.
+bfloat16 a token eight times the bytes. Other sums stay, and the report says why.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Fused:
 
     region: str
     num_terms: int
-    """k."""
+    """Terms per token, k."""
     width: int
-    """D."""
+    """Columns of a row, D."""
     is_weighted: bool
 
     def __str__(self) -> str:
-        """Return what reports print."""
+        """Return its name in reports."""
         kind = "weighted sums" if self.is_weighted else "sums"
         return f"the {kind} per token of {self.region}, k = {self.num_terms}, D = {self.width}"
 
@@ -73,8 +73,8 @@ class FuseTokenSums(Rewrite[Fused]):
     def expected(self, graph: fx.Graph, state: CompileState) -> list[FusedSums]:
         """Return the sums that would be one operator in the graph as it is written.
 
-        Prices are of these, also where a region turns out to sum in a form of its own, on gathered
-        tokens or nodes: that is decided by the prices.
+        Prices are of these, even for a region that sums in a form of its own, on gathered tokens
+        or nodes: the prices decide that.
         """
         is_asked = state.config.allows(self.numerics)
         if not is_asked or self.name in state.config.disable_passes or not state.found.experts:
@@ -87,7 +87,7 @@ class FuseTokenSums(Rewrite[Fused]):
     def propose(self, graph: fx.Graph, state: CompileState) -> Proposed[Fused]:
         """Return the sums of all regions that have the form; none that `numerics` does not allow.
 
-        What a region sums in its new form itself, on gathered tokens or nodes, is no candidate.
+        Sums that a region's new form makes itself, on gathered tokens or nodes, are no candidates.
         """
         if not (state.results and state.config.allows(self.numerics)):
             return Proposed()
@@ -105,7 +105,7 @@ class FuseTokenSums(Rewrite[Fused]):
         return Proposed(proposals=tuple(proposals), skipped=tuple(skipped))
 
     def apply(self, graph: fx.Graph, proposals: tuple[Fused, ...], state: CompileState) -> None:
-        """Emit each, and erase what stood there."""
+        """Emit each fused sum, and erase the nodes it replaces."""
         rows = {one.found.region.name: one.found.region.rows for one in state.experts}
         facts = state.facts_of(graph)
         for one in proposals:

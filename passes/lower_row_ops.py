@@ -2,10 +2,10 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every value: the operators' own references are what is written out.
+    Keeps     every value: the operators' own references are written out.
 
 On a GPU the operators stay: each is one Triton kernel. On a CPU Inductor fuses the written-out form
-with what stands around it. With `codegen = "fx"` they run as they are.
+with its neighbours. With `codegen = "fx"` they run as they are.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _write_out(node: fx.Node) -> None:
         return WRITTEN_OUT[node.target](*args, **kwargs)
 
     values = [n.meta["val"] for n in inputs]
-    mode = detect_fake_mode(values) or contextlib.nullcontext()  # what takes no tensor is fake too
+    mode = detect_fake_mode(values) or contextlib.nullcontext()  # fake without tensors too
     with mode:
         traced = make_fx(run, decomposition_table=select_decomp_table())(*values)
     emit = Emitter(node)

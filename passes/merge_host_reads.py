@@ -1,15 +1,15 @@
-"""Bring the integers that the host needs for one exchange to it by one copy.
+"""Copy the integers that the host needs for one exchange to it at once.
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every value: integers only change the tensor of the host that they are read of.
+    Keeps     every value: integers are only read from another tensor on the host.
 
     a.to("cpu").tolist(), b.to("cpu").tolist()  ->  cat([a, b]).to("cpu").tolist()
     [v[0].item(), v[1].item()]                  ->  v.to("cpu").tolist()
 
-Inductor waits for the device at every copy to the host, and at every element that is read of a
-tensor of the device; a program reads the rows it sends and those it receives one after the other,
-and the tracer makes of `tolist()` as many reads as there are elements.
+Inductor waits for the device at every copy to the host, and at every element that is read from a
+tensor on the device. A program reads the rows it sends and those it receives one after the other,
+and the tracer turns `tolist()` into one read per element.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Read(NamedTuple):
     source: fx.Node
     element: int
     waited: fx.Node
-    """What the host waits for: a copy of `source`, or the read itself."""
+    """The node that the host waits for: a copy of `source`, or the read itself."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class MergeHostReads(GraphPass):
     after: ClassVar[frozenset[str]] = frozenset({"sort_nodes"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Read what one exchange needs by one copy, or, where that cannot be, each vector."""
+        """Read the integers of each exchange by one copy, or, if impossible, each vector by one."""
         del state
         found = (_read(node) for node in graph.nodes if overload_name(node) == HOST_READ)
         reads = _by_source([read for read in found if read is not None])
@@ -87,7 +87,7 @@ class MergeHostReads(GraphPass):
 
 
 def _read(node: fx.Node) -> Read | None:
-    """Return what the host reads of the device by `node`, where it may be read of a copy."""
+    """Return the host read of `node` from the device, where a copy may serve it."""
     tensor, element = node.args[0], 0
     assert isinstance(tensor, fx.Node)
     if tensor.target is SELECT and tensor.args[1] == 0 and type(tensor.args[2]) is int:
@@ -105,7 +105,7 @@ def _read(node: fx.Node) -> Read | None:
 
 
 def _is_read_only_by_integers(copy: fx.Node) -> bool:
-    """Whether nothing needs the copy when the host reads its elements of another."""
+    """Whether nothing needs the copy once the host reads its elements from another."""
     readers = [user for reader in copy.users for user in (_parts(reader) or [reader])]
     return all(overload_name(reader) == HOST_READ for reader in readers)
 
@@ -115,13 +115,13 @@ def _parts(node: fx.Node) -> list[fx.Node]:
 
 
 def _length(source: fx.Node) -> int:
-    """Return the elements of a vector, 0 where not known; 1 of a tensor of no dimension."""
+    """Return the length of a vector, 0 where not known; 1 for a tensor of no dimension."""
     value = tensor_of(source)
     return known_rows(source) if value is not None and value.dim() else 1
 
 
 def _by_source(reads: Iterable[Read]) -> dict[fx.Node, list[Read]]:
-    """Return the reads of each tensor; of one that hardly anything is read of, by element."""
+    """Return the reads of each tensor; of each element where few of a vector are read."""
     by_source: dict[fx.Node, list[Read]] = {}
     for read in reads:
         by_source.setdefault(read.source, []).append(read)
@@ -137,7 +137,7 @@ def _by_source(reads: Iterable[Read]) -> dict[fx.Node, list[Read]]:
 def _needed_together(
     graph: fx.Graph, reads: Mapping[fx.Node, Sequence[Read]]
 ) -> list[list[fx.Node]]:
-    """Return the tensors in sets: those of which one exchange needs integers are in one."""
+    """Return the tensors in sets: one set has those whose integers one exchange needs."""
     source_of = {read.node: source for source, its in reads.items() for read in its}
     set_of = {source: [source] for source in reads}
     for exchange in filter(is_all_to_all, graph.nodes):
@@ -151,7 +151,7 @@ def _needed_together(
 
 
 def _sources(numbers: Iterable[object], source_of: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
-    """Return of which tensors the host reads what `numbers` are computed from."""
+    """Return the tensors from which the host reads the integers behind `numbers`."""
     seen: dict[fx.Node, None] = {}
     todo = [n for n in numbers if isinstance(n, fx.Node)]
     while todo:
@@ -164,9 +164,9 @@ def _sources(numbers: Iterable[object], source_of: Mapping[fx.Node, fx.Node]) ->
 
 
 def _read_by_one_copy(reads: Sequence[Read]) -> bool:
-    """Copy what is read behind the last of the tensors; whether that is fewer copies, and may be.
+    """Copy all sources behind the last one; return whether that saves copies and is allowed.
 
-    It may not where anything but arithmetic of the host needs one of the integers before that.
+    It is not allowed where anything but host arithmetic needs one of the integers before that.
     """
     if len({read.waited for read in reads}) < 2:
         return False

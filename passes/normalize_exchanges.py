@@ -7,25 +7,25 @@ Contract
 
 Programs have exchanges in an `autograd.Function` of their own (`passes/function_exchanges.py`)
 and have `torch.distributed`'s collectives write memory, and others (see below).
-A program may have a function of its own that waits, as older torch has no derivative of a wait:
-on what was awaited before it hands on a view.
+A program may have a function of its own that waits, as older torch has no derivative of a wait: on
+a tensor that was awaited before, it returns a view.
 Older torch traces a differentiable all-to-all as `_c10d_functional_autograd.all_to_all_single`
 whose wait hides in the body of an `autograd_function_apply` operator. Newer torch waits for several
 tensors at once (`graph/single_waits.py`).
 
-Memory that a program makes for one operator to write, and that nothing else writes.
-A fill is found only where reading what the collective brought, in place of the memory, is the
+A `BufferFill` is memory that a program makes for one operator to write, and that nothing else
+writes. A fill is found only where reading the collective's result in place of the memory is the
 same: nothing reads the memory before, the two have one type, sizes and strides, nothing writes
-either after, nothing else reads what was brought, and gradients flow alike.
+either after, nothing else reads the result, and gradients flow alike.
 A write by index is found only where nothing else writes the memory or reads it before.
 
 `dist.all_to_all_single(out, x)` is traced as a functional exchange, its wait, and `out.copy_(...)`.
-`out.index_add_(0, i, rows)` is what `out = out.index_add(0, i, rows)` is, where `out` is new.
+`out.index_add_(0, i, rows)` equals `out = out.index_add(0, i, rows)`, where `out` is new.
 
-Integers that are exchanged, of which the program asserts how many there are: so many.
+Exchanged integers get the length that the program asserts of them.
 Only the values that the tracer stored change, from a symbol that can be one number only to
-that number; no node does. Of exchanges whose split sizes are known at run time nothing is
-taken: that this rank sends none, say, is its own affair.
+that number; no node does. Exchanges whose split sizes are known at run time are left out: that this
+rank sends none, say, is its own affair.
 
 `torch.bincount` makes a tensor of unknown length, which `view(ranks, experts)` then asserts.
 """
@@ -90,7 +90,7 @@ class NormalizeExchanges(GraphPass):
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.WAITS_VISIBLE})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Rewrite each launch together with what hides it, its wait or its result."""
+        """Rewrite each launch together with the operator that hides it, its wait or its result."""
         facts, waits = state.facts_of(graph), split_waits(graph)
         facts.forget()
         writes = write_elsewhere(facts)
@@ -134,9 +134,9 @@ class NormalizeExchanges(GraphPass):
 
 
 def _arguments_in_place(launch: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return by position what a program may give a collective by name: passes read it there.
+    """Return a launch's arguments by position, as passes expect, where they are given by name.
 
-    What it takes by name alone, as what `all_gather_into_tensor_out` writes, stays so.
+    Arguments taken by name alone, as the output of `all_gather_into_tensor_out`, stay so.
     """
     target: Any = launch.target
     overload = target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
@@ -162,7 +162,7 @@ def _left(functions: Mapping[fx.Node, object]) -> list[Verdict]:
 
 
 def _which_wait_again(functions: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Return the operators that do no more than wait for what a wait gave, with that wait."""
+    """Return operator -> wait, for operators that only wait again for an awaited tensor."""
     waits = {f: [i for i in f.args if isinstance(i, fx.Node) and is_wait(i)] for f in functions}
     return {f: one[0] for f, one in waits.items() if len(one) == 1 and _only_waits(one[0], f)}
 
@@ -170,7 +170,7 @@ def _which_wait_again(functions: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
 def _only_waits(launch: fx.Node, hiding: fx.Node) -> bool:
     """Whether the operator returns `launch` awaited, and hands back its gradient unchanged.
 
-    It may be given sizes beside, which older torch gives it, and no other tensor.
+    It may also be given sizes, as in older torch, and no other tensor.
     """
     given = [i for i in hiding.args if not (isinstance(i, fx.Node) and i.op == "get_attr")]
     tensors = [i for i in given if isinstance(i, fx.Node) and tensor_of(i) is not None]
@@ -190,7 +190,7 @@ def _only_waits(launch: fx.Node, hiding: fx.Node) -> bool:
 
 
 def _handed_on(body: fx.Graph, results: Any) -> list[Any]:
-    """Return the inputs of a body that its results are, [] if it does more than wait for them."""
+    """Return the inputs that a body returns, [] if it does more than wait for them."""
     inner = [node for node in body.nodes if node.op not in ("placeholder", "output")]
     passing = [node for node in inner if is_wait(node) or called_name(node) in HAND_ON]
     if not all(node in passing or changes_mode(node) for node in inner):
@@ -249,12 +249,12 @@ ELSEWHERE: Final = {
     "index_copy_": "index_copy",
     "scatter_add_": "scatter_add",
 }
-"""Methods that write memory by an index, and those that write a copy of it."""
+"""Method that writes memory by an index -> the method that writes a copy of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferFill:
-    """`copy` fills `memory` with `source`, what a collective brought or a part of that."""
+    """`copy` fills `memory` with `source`, a collective's result or a part of it."""
 
     memory: fx.Node
     copy: fx.Node
@@ -262,7 +262,7 @@ class BufferFill:
 
 
 def find_fills(facts: GraphFacts) -> list[BufferFill]:
-    """Return the fills after which memory may be read where its source is."""
+    """Return the fills whose memory may be replaced by its source in later readers."""
     copies = (n for n in facts.graph.nodes if n.op == "call_method" and n.target == "copy_")
     fills = [fill for copy in copies if (fill := _fill(copy)) is not None]
     return [fill for fill in fills if _is_only_read(fill, facts)]
@@ -285,7 +285,7 @@ def _is_new(memory: object) -> bool:
 
 
 def _is_brought(node: fx.Node) -> bool:
-    """Whether a collective brought it, whole or in parts, and one reader has it alone."""
+    """Whether the node is a collective's result, whole or in parts, with one reader only."""
     while called_name(node) == "getitem" and len(node.users) == 1:
         (node,) = node.all_input_nodes
         if is_wait(node):
@@ -310,7 +310,7 @@ def _is_only_read(fill: BufferFill, facts: GraphFacts) -> bool:
 
 
 def read_sources(fills: list[BufferFill]) -> None:
-    """Have readers of filled memory read what it is filled with."""
+    """Have readers of filled memory read the source of the fill."""
     for fill in fills:
         replace_uses({fill.copy: fill.source})
         for reader in [user for user in fill.memory.users if user is not fill.copy]:
@@ -319,7 +319,7 @@ def read_sources(fills: list[BufferFill]) -> None:
 
 
 def write_elsewhere(facts: GraphFacts) -> list[fx.Node]:
-    """Have writes by index into new memory write a copy, and what reads the memory read that."""
+    """Have writes by index into new memory write a copy, which the memory's readers then read."""
     writes = [n for n in facts.graph.nodes if n.op == "call_method" and n.target in ELSEWHERE]
     writes = [write for write in writes if _is_new(write.args[0])]
     found = [write for write in writes if _is_alone(write, facts.dependence)]
@@ -338,7 +338,7 @@ def write_elsewhere(facts: GraphFacts) -> list[fx.Node]:
 
 
 def _is_alone(write: fx.Node, dependence: Dependence) -> bool:
-    """Whether nothing but `write` writes its memory, and nothing reads that before."""
+    """Whether nothing but `write` writes its memory, and nothing reads it before."""
     memory, place = write.all_input_nodes[0], dependence.position
     is_first = all(place[user] >= place[write] for user in memory.users)
     reads_it = memory in (*write.args[1:], *write.kwargs.values())
@@ -346,7 +346,7 @@ def _is_alone(write: fx.Node, dependence: Dependence) -> bool:
 
 
 def note_known_lengths(graph: fx.Graph) -> None:
-    """Store known lengths of what exchanges of integers send and bring."""
+    """Store known lengths of the tensors that exchanges of integers send and receive."""
     for launch in graph.nodes:
         if not is_launch(launch) or not is_integer(launch):
             continue
@@ -357,7 +357,7 @@ def note_known_lengths(graph: fx.Graph) -> None:
 
 
 def _sent(launch: fx.Node) -> Iterator[fx.Node]:
-    """Yield what is sent, and what it was before each change of form."""
+    """Yield the tensor sent, and its earlier forms before each change of shape or type."""
     node = launch.args[0]
     while isinstance(node, fx.Node) and is_integer(node):
         yield node

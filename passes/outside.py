@@ -1,8 +1,8 @@
 """The rewrites and transports that other distributions add by entry points.
 
 Contract
-    Each is what `passes/rewrite.py` or `passes/transport.py` asks for, under a name of its own, or
-    an error says why not.
+    Each has the interface of `passes/rewrite.py` or `passes/transport.py`, under a name of its own,
+    or an error says why not.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def find_transport(name: str) -> Transport:
 
 
 def _made(entry: EntryPoint, kind: type) -> Any:
-    """Return what an entry point stands for, an instance of `kind`."""
+    """Return the object of an entry point, an instance of `kind`."""
     write = WRITE.format(f"{kind.__module__}.{kind.__name__}")
     named = load(entry)
     if inspect.isclass(named) and issubclass(named, kind):
@@ -79,7 +79,7 @@ def _made(entry: EntryPoint, kind: type) -> Any:
 
 
 def _mistakes(name: str, made: Rewrite[Any] | Transport) -> Iterable[tuple[str, bool, str]]:
-    """Return attribute, whether it is wrong, and what to write."""
+    """Return (attribute, whether it is wrong, the value to write) for each attribute checked."""
     known = CHOICES["numerics"]
     has_bound = isinstance(made.bound, str) and bool(made.bound)
     return (

@@ -5,9 +5,8 @@ Contract
     Keeps     every value and the order of nodes. The last pass on a graph: launches and waits end
               up inside a higher-order operator, where no other pass would know them.
 
-What makes Inductor run the order the FX graph is in.
-`pin_order` leaves the graph's values and the order of its work as they are; where torch lacks
-the means it does nothing and says so.
+`pin_order` makes Inductor run the order the FX graph is in. It leaves the graph's values and the
+order of its work as they are; where torch lacks the means it does nothing and says so.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ class PinOrder(GraphPass):
 def pin_order(graph: fx.Graph) -> bool:
     """Hold launches and waits in their order, and matrix products where they stand between these.
 
-    Attention is held before the exchanges behind it: long enough to hide what they wait for, and
-    what the host takes to launch them.
-    Stronger than the settings: fusion cannot pull a wait before compute it stands after, nor what
-    runs under an exchange before its launch, with a kernel that the launch needs. To be the last
-    edit of a graph, as all that is held ends up inside a higher-order operator. Returns whether
-    torch has the means.
+    Attention is held before the exchanges behind it: it is long enough to hide the work they wait
+    for, and the host's time to launch them.
+    This is stronger than the settings: fusion cannot pull a wait before compute it stands after,
+    nor compute under an exchange before its launch, with a kernel that the launch needs. It has to
+    be the last edit of a graph, as all held nodes end up inside a higher-order operator. Returns
+    whether torch has the means.
     """
     try:
         control = importlib.import_module("torch._inductor.fx_passes.control_dependencies")
         lowering = importlib.import_module("torch._inductor.lowering")
     except ImportError:
         return False
-    # what several of these read is to be computed once, as where none is inside of an operator
+    # inputs that several of these read are computed once, as where none is inside of an operator
     lowering.needs_realized_inputs.add(control.control_deps)
     _take_elements_at_once(graph)
     control.preserve_node_ordering(graph, _held(graph))
@@ -79,12 +78,12 @@ def _take_elements_at_once(graph: fx.Graph) -> None:
 
 
 def _held(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """Return what is held, each with what it stands behind."""
+    """Return held node -> the nodes that it must stand behind."""
     after: dict[fx.Node, Any] = {}
     exchange: fx.Node | None = None
     work: list[fx.Node] = []
     follows: set[fx.Node] = set()
-    """What depends on the last launch or wait."""
+    """Nodes that depend on the last launch or wait."""
     for node in graph.nodes:
         if is_launch(node) or is_wait(node):
             known = {None, *node.all_input_nodes}

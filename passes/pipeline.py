@@ -4,8 +4,8 @@ Contract
     The tuples below are the whole order; configuration selects from them, never reorders.
     Rewrites of other distributions follow the last pass on the Dynamo graph, by name.
     A pass that raises is dropped: the graph is as if the pass were absent, one warning says why.
-    What needs a fact that a dropped pass owed is left out as well, and the report says so.
-    What is known of a graph (`CompileState.facts_of`) is forgotten once a pass has changed it.
+    A pass that needs a fact of a dropped pass is left out as well, and the report says so.
+    Facts of a graph (`CompileState.facts_of`) are forgotten once a pass has changed it.
     `TORCH_LOGS=+passes.pipeline` prints the graph before a level, and after each pass that changed
     it; under `TORCH_TRACE` tlparse shows the same as artifacts `megamoe_<graph>_<step>`.
 """
@@ -70,7 +70,7 @@ class Level:
 
     passes: tuple[GraphPass, ...]
     given: frozenset[Fact] = frozenset()
-    """What the tracer promises of the level's graphs."""
+    """Facts that the tracer guarantees of the level's graphs."""
 
 
 DYNAMO: Final = Level(
@@ -85,7 +85,7 @@ DYNAMO: Final = Level(
         RouteExchanges(),
     )
 )
-"""On the Dynamo graph, before AOTAutograd derives the backward."""
+"""Passes on the Dynamo graph, before AOTAutograd derives the backward."""
 
 JOINT: Final = Level(
     (
@@ -98,13 +98,13 @@ JOINT: Final = Level(
     ),
     frozenset({Fact.FUNCTIONAL}),
 )
-"""On the joint graph, before it is partitioned."""
+"""Passes on the joint graph, before it is partitioned."""
 
 POST_GRAD_EARLY: Final = Level(
     (FoldRowMoves(), LowerRowOps(), CompressGradients(), ZeroEmptyGroups()),
     frozenset({Fact.FUNCTIONAL}),
 )
-"""On the forward and the backward graph apart, before Inductor's own passes on them."""
+"""Passes on the forward and the backward graph apart, before Inductor's own passes on them."""
 
 POST_GRAD: Final = Level(
     (
@@ -115,15 +115,15 @@ POST_GRAD: Final = Level(
     ),
     frozenset({Fact.FUNCTIONAL}),
 )
-"""On the forward and the backward graph apart, before Inductor lowers them."""
+"""Passes on the forward and the backward graph apart, before Inductor lowers them."""
 
 RECORD: Final = Level((RecordOrder(),), frozenset({Fact.FUNCTIONAL}))
-"""On the same graphs next, whatever order they have."""
+"""Passes on the same graphs next, in whatever order their nodes are."""
 
 PIN: Final = Level(
     (CopyFills(), RealizeSlices(), SizeAttention(), PinOrder()), frozenset({Fact.FUNCTIONAL})
 )
-"""On the same graphs last, where Inductor generates their code."""
+"""Passes on the same graphs last, where Inductor generates their code."""
 
 LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD, RECORD, PIN)
 NAMES: Final = tuple(p.name for level in LEVELS for p in level.passes)
@@ -136,12 +136,12 @@ def outside_rewrites() -> tuple[Rewrite[Any], ...]:
 
 
 def dynamo_level() -> Level:
-    """Return all that runs on the Dynamo graph."""
+    """Return the level of the Dynamo graph, rewrites of other distributions included."""
     return replace(DYNAMO, passes=(*DYNAMO.passes, *outside_rewrites()))
 
 
 def all_names() -> tuple[str, ...]:
-    """Return what `disable_passes` may name."""
+    """Return the names that `disable_passes` may have."""
     return (*NAMES, *(rewrite.name for rewrite in outside_rewrites()))
 
 
@@ -154,7 +154,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_order(level: Level) -> None:
-    """Raise ContractViolation if a pass needs a fact, or a pass, that nothing before it is."""
+    """Raise ContractViolation if a pass needs a fact, or a pass, that is not before it."""
     known, names = level.given, set[str]()
     for p in level.passes:
         if late := p.after - names:
@@ -166,11 +166,11 @@ def check_order(level: Level) -> None:
 
 
 def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassReport | Dropped]:
-    """Run one level's enabled passes in order on `graph`; return what became of each.
+    """Run one level's enabled passes in order on `graph`; return the outcome of each.
 
     A pass that failed on this graph in an earlier attempt has its place in the journal already.
 
-    Raises what a failing pass raised when `state.config.strict`, and what a check found.
+    Raises a failing pass's error when `state.config.strict`, and a check's error always.
     """
     results: list[PassReport | Dropped] = []
     result: PassReport | Dropped
@@ -197,7 +197,7 @@ def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassRe
 
 
 def _show(graph: fx.Graph, state: CompileState, step: str) -> None:
-    """Print `graph`, and have tlparse show it, where that is asked for."""
+    """Print `graph`, and have tlparse show it, where the user asks for it."""
     name = f"megamoe_{state.graph_name}_{step}"
     GRAPHS.debug("%s:\n%s", name, graph)
     trace_structured(

@@ -3,8 +3,8 @@
 Contract
     Requires  PLANNED, REWRITTEN.
     Keeps     every collective but the payload of those rewritten; router, counts and scores.
-              What goes in two hops is packed where these are emitted, not here.
-    Loses     what `moe_compile.ops.wire_format` says a row loses; only where the plan says so.
+              Rows in two hops are packed where the hops are emitted, not here.
+    Loses     at most the row error in `moe_compile.ops.wire_format`; only where the plan says so.
 
     all_to_all(rows) -> wait    becomes    pack(rows) -> all_to_all -> wait -> unpack
 
@@ -29,16 +29,16 @@ from passes.rewrite import Proposed, Rewrite
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantised:
-    """One exchange of a region that is to travel so."""
+    """One exchange of a region that is to travel in eight bits."""
 
     exchange: str
-    """`dispatch of region 0`."""
+    """Its name: `dispatch of region 0`."""
     launches: tuple[str, ...]
     """Names of its launches."""
     quantizes_gradient: bool
 
     def __str__(self) -> str:
-        """Return what reports print."""
+        """Return its name in reports."""
         return self.exchange
 
 
@@ -53,7 +53,7 @@ class QuantizeExchanges(Rewrite[Quantised]):
     is_decided: ClassVar[bool] = True
 
     def propose(self, graph: fx.Graph, state: CompileState) -> Proposed[Quantised]:
-        """Return the dispatches and combines that are planned so, chunked or not."""
+        """Return the dispatches and combines that are planned in eight bits, chunked or not."""
         del graph  # the state names its launches
         found = [
             Quantised(

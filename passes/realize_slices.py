@@ -2,11 +2,11 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every node; Inductor is told which values to write where they are made.
+    Keeps     every node; values to be written where they are made are marked for Inductor.
 
     rows = index(x, i); mm(rows[a:b], v); mm(rows[a:b], w)  ->  the same, with `rows` in memory
 
-Inductor makes gathers and elementwise values within the kernels that read them. A slice of what is
+Inductor makes gathers and elementwise values within the kernels that read them. A slice of a value
 not in memory is no view but a copy, and every operator that Inductor only calls gets its own.
 """
 
@@ -31,7 +31,7 @@ PARTS: Final = frozenset(
     {ATEN.slice.Tensor, ATEN.split_with_sizes.default, ATEN.split.Tensor, ATEN.select.int}
 )
 MARK: Final = "inductor_realize_to_strides"
-"""The key by which a pass of Inductor's tells its lowering so (`decompose_mem_bound_mm`)."""
+"""Key with which Inductor's `decompose_mem_bound_mm` marks such values for its lowering."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _is_read_in_slices(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node, *, is_slice: bool) -> Iterator[tuple[fx.Node, bool]]:
-    """Yield what reads the node's memory, itself or through views, and whether a slice of it."""
+    """Yield readers of the node's memory, through views as well, and whether of a slice."""
     for user in node.users:
         if user.target is operator.getitem or is_view(user) or user.target is ATEN._unsafe_view:
             yield from _readers(user, is_slice=is_slice or user.target in PARTS)

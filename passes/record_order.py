@@ -1,4 +1,4 @@
-"""Put into the graph what it launches in which order, and what the schedule is worth.
+"""Record in the graph the order of its launches, and the predicted times of its schedule.
 
 Contract
     Requires  FUNCTIONAL.

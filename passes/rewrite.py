@@ -1,16 +1,16 @@
-"""A pass that proposes rewrites and applies them: what packages outside this one write.
+"""A pass that proposes rewrites and applies them: the interface for packages outside this one.
 
 Contract
-    Proposing edits nothing, and what is proposed is data that is equal on all ranks: it joins the
-    plan, which ranks compare. It is applied to the graph, and to a copy to be priced, so it names
-    nodes by their names.
-    What "auto" could not choose under the option `numerics` is skipped. Where ranks promise equal
-    sizes and the graph's inputs have static ones, so is what is predicted to take longer, by one
-    percent or more.
+    Proposing edits nothing, and proposals are data equal on all ranks: they join the plan, which
+    ranks compare. They are applied to the graph, and to a copy to be priced, so they name nodes by
+    their names.
+    Proposals that "auto" could not choose under the option `numerics` are skipped. Where ranks
+    promise equal sizes and the graph's inputs have static ones, so are those predicted to take
+    longer, by one percent or more.
 
 Pseudo-code
-    proposals = what `propose` returns
-    skip them if the option numerics does not allow what the rewrite loses
+    proposals = `propose`
+    skip them if the option numerics does not allow their loss
     apply them to a copy of the graph, trace both: skip them if that is predicted to take longer
     apply them to the graph, add them to the plan
 """
@@ -43,13 +43,13 @@ Proposal = TypeVar("Proposal", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposed(Generic[Proposal]):
-    """What a rewrite found in one graph."""
+    """The findings of a rewrite in one graph."""
 
     proposals: tuple[Proposal, ...] = ()
-    """What to do: frozen data of numbers and strings, whose `repr` ranks compare and whose `str`
+    """Edits to make: frozen data of numbers and strings, whose `repr` ranks compare and whose `str`
     the report shows. Nodes stand in it by name; groups do not, since ranks name them apart."""
     skipped: tuple[Verdict, ...] = ()
-    """What it looked at and leaves, with the reason: `Reason.OTHER` and a detail if none fits."""
+    """Candidates it leaves, with the reason: `Reason.OTHER` and a detail if none fits."""
 
 
 class Rewrite(GraphPass, Generic[Proposal]):
@@ -57,18 +57,18 @@ class Rewrite(GraphPass, Generic[Proposal]):
 
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.WAITS_VISIBLE})
     numerics: ClassVar[str] = "exact"
-    """What it may change, in the words of the option `numerics`."""
+    """The largest change it may make, in the words of the option `numerics`."""
     bound: ClassVar[str] = ""
-    """By how much, where it is not "exact"; a sentence of the report."""
+    """The size of that change, where it is not "exact"; a sentence of the report."""
     is_decided: ClassVar[bool] = False
-    """Whether it carries out, on the exchanges of regions, what options or the planning pass
-    decided: neither `numerics` nor a price is asked then."""
+    """Whether it carries out, on the exchanges of regions, a decision of options or the planning
+    pass: neither `numerics` nor a price is asked then."""
 
     @abstractmethod
     def propose(self, graph: fx.Graph, state: CompileState) -> Proposed[Proposal]:
-        """Return what to do to `graph`, and what is left; edit nothing.
+        """Return the edits to make to `graph`, and the candidates left; edit nothing.
 
-        Of `state` only what `docs/extend.md` names is of the graph at hand.
+        Of `state` only the fields that `docs/extend.md` names describe the graph at hand.
         """
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Rewrite(GraphPass, Generic[Proposal]):
     def _judge(
         self, graph: fx.Graph, proposals: tuple[Proposal, ...], state: CompileState
     ) -> tuple[Verdict | None, dict[str, float]]:
-        """Return what speaks against the proposals, and the times predicted without and with."""
+        """Return the verdict against the proposals, and the times predicted without and with."""
         if not state.config.allows(self.numerics):
             detail = allowed_by(self.numerics)
             return Verdict(candidate="", reason=Reason.ROUNDS, detail=detail), {}
@@ -124,7 +124,7 @@ class Rewrite(GraphPass, Generic[Proposal]):
 
 
 def _said(proposal: Hashable) -> str:
-    """Return what ranks compare of a proposal."""
+    """Return the text of a proposal that ranks compare."""
     hash(proposal)
     if " at 0x" in (text := repr(proposal)):
         raise ContractViolation(f"{text} says where it lies in memory, which differs by rank")

@@ -34,7 +34,7 @@ class RewriteRegions(GraphPass):
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REWRITTEN})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Emit every region anew, have its readers read that, erase what nothing needs."""
+        """Emit every region anew, redirect its readers, erase nodes that nothing needs."""
         dead = state.facts_of(graph).dependence.in_order(state.dead)  # read before the first edit
         emitted = [
             kind.emit(one, state)

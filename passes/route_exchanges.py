@@ -4,7 +4,7 @@ Contract
     Requires  PLANNED, REWRITTEN.
     Keeps     every collective but those of rows; by torch's own transport, the graph.
 
-    launch(rows) -> wait    becomes    what the transport emits in the places of the two
+    launch(rows) -> wait    becomes    the transport's nodes in the places of the two
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Routed:
     """One exchange of a region that another transport is to carry."""
 
     exchange: str
-    """`dispatch of region 0`."""
+    """Its name: `dispatch of region 0`."""
     launches: tuple[str, ...]
     """Names of its launches."""
     transport: str
     loses: str
-    """What the transport says that it changes; "" for no bit."""
+    """The transport's statement of its changes; "" for no bit."""
     row_bytes_before: float
     """Bytes of one row that leave a rank, by torch's collectives."""
     row_bytes: float
 
     def __str__(self) -> str:
-        """Return what reports print."""
+        """Return its name in reports."""
         return f"{self.exchange} by {self.transport}{self.loses}"
 
 
@@ -74,7 +74,7 @@ class RouteExchanges(Rewrite[Routed]):
         )
 
     def apply(self, graph: fx.Graph, proposals: tuple[Routed, ...], state: CompileState) -> None:
-        """Emit each anew, and erase what stood there."""
+        """Emit each exchange anew, and erase the nodes it replaces."""
         nodes = {node.name: node for node in graph.nodes}
         of_region = {one.found.region.name: one for one in state.experts}
         for one in proposals:
@@ -98,7 +98,7 @@ def _routed(
     state: CompileState,
     in_force: Mapping[fx.Node, Mode],
 ) -> Routed | Verdict:
-    """Return how an exchange is to be carried, or why it stays as it is."""
+    """Return the exchange to be carried, or why it stays as it is."""
     transport = find_transport(state.config.transport)
     name = f"{exchange} of {one.found.region.name}"
     if one.plan.is_in_two_hops:
@@ -124,7 +124,7 @@ def _routed(
 
 
 def _left_by_form(launch: fx.Node, wire: str, in_force: Mapping[fx.Node, Mode]) -> Verdict | None:
-    """Return why no transport could carry what `launch` launches."""
+    """Return why no transport could carry the collective of `launch`."""
     waits = waits_on(launch)
     if wire != "same":
         detail = "the gradient of rows of eight bits is sent by torch's collectives"

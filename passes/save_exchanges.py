@@ -4,21 +4,21 @@ Contract
     Requires  FUNCTIONAL.
     Keeps     values: only the choice between saving and recomputing is written, as `recompute`.
 
-What nothing in the backward pass is computed from is not kept: rows that are only added up, say, or
-what was sent on to another rank. What one checkpointed function returns and another is given is
-kept, as torch does, so that nothing of the first is needed for the second.
+Results that nothing in the backward pass is computed from are not kept: rows that are only added
+up, say, or rows sent on to another rank. Values that one checkpointed function returns and another
+is given are kept, as in torch, so that nothing of the first is needed for the second.
 
 Inside a checkpointed function torch recomputes every collective in the backward pass. With
-`recompute = "save_exchanges"` what forward exchanges received is saved instead; with
+`recompute = "save_exchanges"` rows that forward exchanges received are saved instead; with
 "recompute_exchanges" they are recomputed; "model" leaves the model's own policy. Other collectives,
 as those of tensor parallelism, follow the model's policy always: the user chose it for its memory.
 
-Integers that the host took are kept whatever was asked: they would be taken once more, one copy to
-the host or more, and cost 8 bytes each.
+Integers that the host has read are kept under every option: reading them once more would be one
+copy to the host or more, and they cost 8 bytes each.
 
-Without the promise of `equal_tokens` exchanges are saved whatever was asked. What a backward graph
-computes again is what its gradients need: a rank without tokens needs less, and would not launch
-what other ranks wait for, or launch it later.
+Without the promise of `equal_tokens` exchanges are saved under every option. A backward graph
+recomputes the values that its gradients need: a rank without tokens needs fewer, and would not
+launch a collective that other ranks wait for, or launch it later.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SaveExchanges(GraphPass):
         useless = [n for n in forward if "recompute" in n.meta and n not in needed]
         repeats = asked == "recompute_exchanges" and is_promised
         policy = CheckpointPolicy.MUST_RECOMPUTE if repeats else CheckpointPolicy.MUST_SAVE
-        for node in between:  # of which, and no earlier, what is computed again begins
+        for node in between:  # recomputation begins at these, no earlier
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in checkpointed:  # launch and wait are one buffer: saving both costs one
             node.meta["recompute"] = policy
@@ -92,7 +92,7 @@ class SaveExchanges(GraphPass):
 
 
 def _keep_integers(graph: fx.Graph) -> None:
-    """Have the backward pass be given the integers that the host took, as numbers."""
+    """Give the backward pass the integers that the host has read, as numbers."""
     for node in graph.nodes:
         if integers_taken(node) and "recompute" in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -101,9 +101,9 @@ def _keep_integers(graph: fx.Graph) -> None:
 def _needed_backward(
     graph: fx.Graph, received: Collection[fx.Node], between: Collection[fx.Node]
 ) -> set[fx.Node]:
-    """Return what the backward pass reads or may compute again, if it has what was `received`.
+    """Return the nodes that the backward pass reads or may recompute, given those `received`.
 
-    It has what is `between` checkpointed functions as well.
+    It is given those `between` checkpointed functions as well.
     """
     backward: set[fx.Node] = set()
     for node in graph.nodes:
@@ -126,7 +126,7 @@ def _needed_backward(
 
 
 def _between_blocks(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Return what one checkpointed function returns and another is given.
+    """Return the nodes that one checkpointed function returns and another is given.
 
     Torch's partitioner keeps these (`cleanup_recompute_tags`) but for views, which it never does.
     """
@@ -145,12 +145,12 @@ def _is_recomputed(node: fx.Node) -> bool:
 
 
 def _number(node: fx.Node) -> int:
-    """Return which checkpointed function the node is of, 0 for none; torch counts from 1."""
+    """Return the number of the node's checkpointed function, 0 for none; torch counts from 1."""
     return int(node.meta.get("ac_graph_id", 0))
 
 
 def _unmet(config: MegaMoEConfig, checkpointed: list[fx.Node]) -> tuple[Verdict, ...]:
-    """Return that exchanges are not computed again though it was asked for."""
+    """Return a verdict that exchanges are not recomputed although the option asks for it."""
     if config.equal_tokens or config.recompute == "save_exchanges" or not checkpointed:
         return ()
     verdict = Verdict(candidate="checkpointed exchanges", reason=Reason.TOKENS_MAY_DIFFER)

@@ -1,13 +1,13 @@
-"""Save what is computed from an input that the program overwrites, if the backward needs it.
+"""Save values computed from an input that the program overwrites, if the backward needs them.
 
 Contract
     Requires  FUNCTIONAL.
     Keeps     values: the choice between saving and recomputing is written, as `recompute`.
 
-Torch's partitioner may keep an input in place of what was computed from it, and compute that again
-in the backward: from what the input holds by then (seen on torch 2.13, by `rows + buffer.to(dtype)`
-before `buffer.mul_(0.5)`). What stands inside a checkpointed function keeps its policy: there eager
-reads the input anew as well.
+Torch's partitioner may keep an input in place of a value computed from it, and recompute that in
+the backward: from the input's new contents (seen on torch 2.13, by `rows + buffer.to(dtype)` before
+`buffer.mul_(0.5)`). Nodes inside a checkpointed function keep their policy: there eager reads the
+input anew as well.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def mark_overwritten(graph: fx.Graph) -> tuple[str, ...]:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """Return what reads the tensor or a view of it, and is in the forward."""
+    """Return the forward's readers of the tensor or of a view of it."""
     found: list[fx.Node] = []
     todo = [node]
     while todo:

@@ -2,11 +2,12 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every node and edge; whatever must precede what (`graph/precedence.py`).
+    Keeps     every node and edge, and all precedences (`graph/precedence.py`).
     The order of collectives depends on the graph's structure alone, the same on every rank. Without
     the promise of `equal_tokens` ranks may have other dependences: only all-to-alls of one region,
     one after another, then change places (`graph/launch_order.py`).
-    Which compute fills the time between is chosen by estimated time, within `max_memory_increase`.
+    The compute that fills the time between is chosen by estimated time, within
+    `max_memory_increase`.
 
 Pseudo-code
     costs = estimates at nominal sizes
@@ -90,7 +91,7 @@ class ScheduleExchanges(GraphPass):
 def _verdicts(
     problem: ScheduleProblem, choice: ChosenOrder
 ) -> tuple[tuple[str, ...], tuple[Verdict, ...]]:
-    """An exchange counts as moved when it overlaps other compute than before."""
+    """Return the exchanges that now overlap other compute, and verdicts on those that do not."""
     before = _overlapped(problem, choice.as_it_came.order)
     after = _overlapped(problem, choice.chosen.order)
     applied: list[str] = []
@@ -129,7 +130,7 @@ def _overlapped(problem: ScheduleProblem, order: Sequence[int]) -> dict[int, fro
 
 
 def _bounds(costs: Mapping[fx.Node, Cost]) -> dict[str, float]:
-    """Return the compute stream's time by what it follows from."""
+    """Return the compute stream's time by bound."""
     return {f"{bound.value}_bound_us": us for bound, us in us_by_bound(costs.values()).items()}
 
 

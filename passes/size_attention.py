@@ -2,8 +2,8 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every node and what it computes, up to how a product is cut into blocks. Options that
-              the program gives itself are left as they are.
+    Keeps     every node and its result, up to how a product is cut into blocks. Options that the
+              program gives itself are left as they are.
 
 Where attention is compiled alone it is tuned, by running kernels. In a graph of ours nothing is run
 while compiling, and for heads of 192 or 256 columns Inductor's default blocks spill more than a
@@ -27,9 +27,9 @@ from passes.contract import Fact, GraphPass
 
 BACKWARD: Final = "flex_attention_backward"
 POSITION_OF_OPTIONS: Final = 11
-"""Of the options among the operands of the backward."""
+"""Place of the options among the operands of the backward."""
 TUNED: Final = ("num_warps", "num_stages", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
-"""What says how the kernel is cut, as `torch.nn.attention.flex_attention.FlexKernelOptions`."""
+"""Options that set blocks of the kernel (`torch.nn.attention.flex_attention.FlexKernelOptions`)."""
 EIGHT_WARPS: Final[Mapping[str, int]] = {
     "bwd_num_warps": 8, "bwd_BLOCK_M1": 32, "bwd_BLOCK_N2": 32,
 }  # fmt: skip
@@ -42,7 +42,7 @@ OPTIONS: Final[Mapping[tuple[int, int] | None, tuple[tuple[range, Mapping[str, i
 """Compute capability -> columns of a query's head, and options with which its kernel spills
 nothing. Other heads have Inductor's defaults."""
 KERNELS_OF_TRITON: Final = ("AUTO", "TRITON")
-"""What option BACKEND says where the options are those of a kernel of Triton."""
+"""Values of the option BACKEND under which the options are those of a Triton kernel."""
 
 
 @dataclass(frozen=True)

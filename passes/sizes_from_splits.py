@@ -1,4 +1,4 @@
-"""Take the number of rows an exchange receives from its split sizes, not from what it received.
+"""Take the number of rows an exchange receives from its split sizes, not from its result.
 
 Contract
     Requires  FUNCTIONAL.
@@ -6,7 +6,7 @@ Contract
 
 A backward graph that recomputes an exchange asked its result for its size, to cut gradients by it:
 so the first exchange of gradients waited for the recomputed one, though the host knew the number.
-On a rank without tokens the tracer writes 0 there, nothing is asked for, and exchanges would be in
+On a rank without tokens the tracer writes 0 there, no size is asked for, and exchanges would be in
 another order than on the others.
 """
 
@@ -51,7 +51,7 @@ class SizesFromSplits(GraphPass):
 
 
 def _exchange(size: fx.Node) -> fx.Node | None:
-    """Return the all-to-all of uneven parts whose result `size` asks."""
+    """Return the all-to-all of uneven parts whose result's size `size` is."""
     asked = size.args[0]
     while isinstance(asked, fx.Node) and is_wait(asked):
         asked = asked.args[0]

@@ -1,10 +1,11 @@
-"""Put a joint graph in an order in which every node stands behind what it reads.
+"""Put a joint graph in an order in which every node stands behind its inputs.
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every edge, and the order of what is in order already: Inductor's own patterns on the
-              joint graph leave the sorting for later. And every node, but for waits for several
-              tensors, which derivatives bring: they become waits for each, as passes know them.
+    Keeps     every edge, and the order of nodes that are in order already: Inductor's own patterns
+              on the joint graph leave the sorting for later. And every node, but for waits for
+              several tensors, which derivatives bring: they become waits for each, as passes know
+              them.
 """
 
 from __future__ import annotations

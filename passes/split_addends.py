@@ -1,4 +1,4 @@
-"""Take sums out of matrix products that would otherwise wait for an exchange.
+"""Take sums out of matrix products that would have to wait for an exchange.
 
 Contract
     Requires  FUNCTIONAL.
@@ -64,7 +64,7 @@ def _late_sums(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_fused_sum(node: fx.Node) -> bool:
-    """Whether it is a product and a sum that the program has apart; neither is scaled."""
+    """Whether the node is a product and a sum that are separate in the program, neither scaled."""
     is_plain = node.target is ADDMM and len(node.args) == 3 and not node.kwargs
     of_sum = str(node.meta.get("original_aten")) == str(ADD)  # it may be a copy
     return is_plain and (of_sum or "from_node" not in node.meta)  # torch 2.11 notes no origin

@@ -3,14 +3,14 @@
 Contract
     Requires  WAITS_VISIBLE.
     Keeps     every output and every gradient of an input; a parameter's gradient is the sum over
-              parts, in the order of gradient accumulation. What is written outside of the graph are
-              sums of counts.
-    Refused where parts are not proven to compute what the whole does. The result is looked at
-    again: each part must have the regions, and the routing, that the proof said it has.
+              parts, in the order of gradient accumulation. Writes outside of the graph are sums of
+              counts.
+    Refused where parts are not proven to compute the same values as the whole. The result is
+    checked again: each part must have the regions, and the routing, that the proof said it has.
 
-Give nodes made on a Dynamo graph the values that the tracer would have stored.
+`store_values` gives new nodes on a Dynamo graph the values that the tracer would have stored.
 Each is run on the values stored of its inputs; nothing is computed. It requires a gradient
-where the node does that it is a copy of. Integers that the host reads become symbols anew.
+where the node that it copies does. Integers that the host reads become new symbols.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from passes.contract import Fact, GraphPass
 from passes.replay.batch_parts import Parts, emit_parts, part_sizes
 
 BATCH: Final = "the batch"
-"""The one candidate."""
+"""Name of the one candidate."""
 BOUND: Final = (
     "a parameter's gradient is the sum over parts, off by at most its number of terms times eps "
     "times the sum of their magnitudes"
@@ -63,7 +63,7 @@ class SplitBatch(GraphPass):
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.WAITS_VISIBLE})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Prove, emit parts, have the outputs read these, erase the whole, look again."""
+        """Prove, emit parts, have the outputs read these, erase the whole, check again."""
         num_parts, decided = state.num_parts, state.parts
         if decided is not None and decided.left is not None:
             is_first = state.graph_name == "dynamo"  # it is of the program, bodies included
@@ -147,7 +147,7 @@ def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None
 
 
 def _check_told(split: BatchSplit) -> None:
-    """Raise Left where what stays needs a size that is read off what goes."""
+    """Raise Left where a remaining node needs a size read off an erased one."""
     dead = {*split.dead}
     for node in split.told:
         if reader := next((user for user in node.users if user not in dead), None):
@@ -160,7 +160,7 @@ def _check_told(split: BatchSplit) -> None:
 def _check(graph: fx.Graph, split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None:
     """Raise ContractViolation unless each part has its regions, with its tokens and routing.
 
-    Modes may be switched between a region's rows and their sums: for what other parts run there.
+    Modes may be switched between a region's rows and their sums: for nodes of other parts there.
     """
     found_in_parts, _ = find_moe_regions(GraphFacts(graph))
     regions = {region.dispatch: region for region in found_in_parts}
@@ -178,7 +178,7 @@ def _check(graph: fx.Graph, split: BatchSplit, parts: Parts, shares: Sequence[in
 
 
 def _pairs(whole: TokenRows, part: TokenRows) -> Iterator[tuple[fx.Node | None, fx.Node | None]]:
-    """Yield what a region is told by, and the same of a part of it."""
+    """Yield pairs of nodes that identify a region, in the whole and in a part of it."""
     yield whole.tokens, part.tokens
     yield whole.chosen, part.chosen if part.is_chosen_once else None
     yield whole.sums.total, part.sums.total
@@ -192,7 +192,7 @@ def store_values(
 ) -> None:
     """Store the value of each of `nodes`, in graph order.
 
-    `original` has what a node is a copy of; others require a gradient where an input does.
+    `original` maps copies to their originals; other nodes require a gradient where an input does.
     """
     modes_of = modes(nodes[0].graph) if nodes else {}
     for node in nodes:

@@ -1,9 +1,9 @@
-"""How a collective of a region is emitted: by torch's functional collectives, or by another's way.
+"""The emission of a region's collective: by torch's functional collectives, or in another way.
 
 Contract
-    What a transport emits are launches and waits of `_c10d_functional`, and operators with a
-    gradient: so autograd derives the way back, and the scheduler and the checks see what is sent.
-    What it refuses follows from what all ranks have; the plan holds which exchanges it carries.
+    A transport emits launches and waits of `_c10d_functional`, and operators with a gradient: so
+    autograd derives the way back, and the scheduler and the checks see all messages.
+    Its refusals follow from facts that all ranks share; the plan holds the exchanges it carries.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ FUNCTIONAL: Final = "functional"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """One collective of a region, as torch's functional collectives have it."""
+    """One collective of a region, in the terms of torch's functional collectives."""
 
     kind: str
     """`all_to_all`, `all_gather` or `reduce_scatter`, which sums."""
     sent: fx.Node
     """Rows, `[R, D]` unless `example` says otherwise."""
     example: torch.Tensor | None
-    """Fake tensor of such rows, in another number perhaps; None where none is known."""
+    """Fake tensor of such rows, perhaps of another number of rows; None where none is known."""
     received: tuple[Any, ...]
     """Rows of an all-to-all from each rank, numbers or nodes; () if as many from all."""
     given: tuple[Any, ...]
@@ -51,7 +51,7 @@ class Collective:
 
     @classmethod
     def of(cls, launch: fx.Node, num_ranks: int, example: torch.Tensor | None) -> Collective:
-        """Read a launch among `num_ranks`; what passes emit has no example of its own."""
+        """Read a launch among `num_ranks`; `example` is for launches that passes emit."""
         sent = launch.all_input_nodes[0]
         exchanges = is_all_to_all(launch)
         gather = "all_gather" if is_all_gather(launch) else "reduce_scatter"
@@ -71,31 +71,31 @@ class Transport(ABC):
 
     name: ClassVar[str]
     numerics: ClassVar[str] = "exact"
-    """What it may change, in the words of the option `numerics`."""
+    """The largest change it may make, in the words of the option `numerics`."""
     bound: ClassVar[str] = ""
-    """By how much, where it is not "exact"; a sentence of the report."""
+    """The size of that change, where it is not "exact"; a sentence of the report."""
 
     @abstractmethod
     def needs(self, collective: Collective, config: MegaMoEConfig) -> Verdict | None:
-        """Return what it lacks to carry the collective: a verdict on `collective.sent`, or None."""
+        """Return a verdict on `collective.sent` if it cannot carry that, None if it can."""
 
     @abstractmethod
     def emit(self, early: Emitter, late: Emitter, collective: Collective) -> fx.Node:
-        """Emit launches `early`, waits and all that follows `late`; return what is received."""
+        """Emit launches `early`, waits and all that follows `late`; return the tensor received."""
 
     @abstractmethod
     def bytes(self, collective: Collective, payload: float) -> float:
-        """Return how many bytes leave a rank, of `payload` on the larger side."""
+        """Return the bytes that leave a rank, for a `payload` of the larger side."""
 
 
 @dataclass(frozen=True)
 class Functional(Transport):
-    """The collectives that torch has."""
+    """Torch's own collectives."""
 
     name: ClassVar[str] = FUNCTIONAL
 
     def needs(self, collective: Collective, config: MegaMoEConfig) -> None:
-        """Lack nothing."""
+        """Return None: all collectives can be carried."""
         del collective, config
 
     def emit(self, early: Emitter, late: Emitter, collective: Collective) -> fx.Node:
@@ -111,5 +111,5 @@ class Functional(Transport):
         return late.call(C10D.wait_tensor, launch)
 
     def bytes(self, collective: Collective, payload: float) -> float:
-        """Return all but a rank's own part."""
+        """Return the payload less a rank's own part."""
         return payload * leaving_share(collective.num_ranks)

@@ -2,16 +2,17 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every value; every integer keeps its symbol, so that sizes stay what they are.
+    Keeps     every value; every integer keeps its symbol, so that sizes stay the same.
 
     [v[0].item(), v[1].item()], v on the host  ->  integers(v, [0, 1])
 
-After the partition: what the backward pass needs are numbers by then, and it is given these.
-What stands alone stays, a size of one sum, say: the report has its line.
+It runs after the partition: values that the backward pass needs are numbers by then, and it is
+given these.
+A lone integer stays, a size of one sum, say: the report has its line.
 
-What makes Inductor write one `tolist` for `megamoe::integers`.
-The same integers under the same symbols. Where torch lacks the means the operator is called:
-torch then converts every integer twice, 0.25 µs each.
+`write_as_list` makes Inductor write one `tolist` for `megamoe::integers`, with the same integers
+under the same symbols. Where torch lacks the means the operator is called: torch then converts
+every integer twice, 0.25 µs each.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _alone(read: fx.Node, detail: str) -> Verdict:
 
 
 def _vector(read: fx.Node) -> fx.Node | None:
-    """Return the vector on the host of which one element is read, if it is one."""
+    """Return the vector on the host whose element `read` is, if there is one."""
     element = read.args[0]
     assert isinstance(element, fx.Node)
     if element.target is not SELECT or type(element.args[2]) is not int:
@@ -107,7 +108,7 @@ def _vector(read: fx.Node) -> fx.Node | None:
 
 
 def _place(read: fx.Node) -> int:
-    """Return which element of its vector is read."""
+    """Return the index of the element read in its vector."""
     vector, _, place = read.all_input_nodes[0].args
     assert isinstance(vector, fx.Node) and isinstance(place, int)
     return place % known_rows(vector)
@@ -116,8 +117,8 @@ def _place(read: fx.Node) -> int:
 def _numbered(reads: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """Return the reads of a vector that one list serves, each with its place in the list.
 
-    A read has a symbol of its own, or that of another of the same element, which torch remembers;
-    where its symbol stands for something else, a quarter of the integer say, it stays.
+    A read has a symbol of its own, or that of another read of the same element, which torch
+    remembers; where its symbol stands for something else, a quarter of the integer say, it stays.
     """
     own = [read for read in reads if list((read.meta.get(BINDINGS) or {}).values()) == [()]]
     numbered = {read: number for number, read in enumerate(own)}
@@ -143,7 +144,7 @@ def _unpack(vector: fx.Node, numbered: Mapping[fx.Node, int]) -> None:
 
 @functools.cache
 def write_as_list() -> bool:
-    """Have Inductor write it so from now on; return whether this torch has the means."""
+    """Have Inductor write `tolist` from now on; return whether this torch has the means."""
     try:
         base: Any = importlib.import_module("torch._inductor.ir").DynamicScalar
         lowering = importlib.import_module("torch._inductor.lowering")
@@ -152,7 +153,7 @@ def write_as_list() -> bool:
         return False
 
     class ListedIntegers(base):
-        """A list, and the names that its integers are given."""
+        """A list, and the names of its integers."""
 
         def __init__(self, places: Mapping[sympy.Symbol, int], vector: Any) -> None:
             super().__init__(next(iter(places)), (), vector)

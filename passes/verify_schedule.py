@@ -34,7 +34,7 @@ NAME = "verify_schedule"
 
 @dataclass(frozen=True)
 class VerifySchedule(GraphPass):
-    """See the module docstring."""
+    """Checks of waits and of memory in flight; see the module docstring."""
 
     name: ClassVar[str] = NAME
     after: ClassVar[frozenset[str]] = frozenset({"schedule_exchanges"})
@@ -57,7 +57,7 @@ def _violation(node: fx.Node, what: str) -> ContractViolation:
 
 
 def _check_waits(launch: fx.Node) -> None:
-    """Each tensor a launch produces is waited for, returned, or its data read by nothing."""
+    """Raise unless each tensor of a launch is awaited, returned, or its data read by nothing."""
     results = [u for u in launch.users if u.target is operator.getitem] or [launch]
     for result in results:
         readers = _through_views(result)
@@ -84,7 +84,7 @@ def _check_order(launches: list[fx.Node]) -> None:
 
 @dataclass(slots=True)
 class _Flights:
-    """Which storages are being received into or sent from, while nodes run in order."""
+    """Storages that are being received into or sent from, while nodes run in order."""
 
     classes: AliasClasses
     receiving: dict[int, fx.Node] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class _Flights:
     """Class of tensors -> the launches that send it."""
 
     def visit(self, node: fx.Node) -> None:
-        """Check what one node touches, then what it starts or ends."""
+        """Check the storages that one node touches, then start or end its flight."""
         if is_wait(node):
             self._land(node)
         elif not _reads_no_data(node):

@@ -2,14 +2,14 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every value of a group with rows. That of a group without is zero, as the sum over no
-              row is; torch may leave there what the memory held (`hardware/chip_limits.py`).
+    Keeps     every value of a group with rows. The gradient of a group without rows is zero, as a
+              sum over no row; torch may leave stale memory there (`hardware/chip_limits.py`).
 
     _grouped_mm(a, b, offs)  ->  where(group has rows, _grouped_mm(a, b, offs), 0)
 
-That is of products of rows by rows, whose sum runs over the rows. On other GPUs nothing is changed.
-An expert without a token has such a group in any program, and all experts of a chunk without a row
-on this rank. Inductor computes the `where` in the sum over chunks.
+This concerns products of rows by rows, whose sum runs over the rows. On other GPUs nothing is
+changed. An expert without a token has such a group in any program, and so have all experts of a
+chunk without a row on this rank. Inductor computes the `where` in the sum over chunks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _zero_empty_groups(product: fx.Node) -> None:
     ends = product.kwargs["offs"] if "offs" in product.kwargs else product.args[2]
     value = product.meta["val"]
     emit = ValuedEmitter(product.next)
-    with detect_fake_mode([value]) or contextlib.nullcontext():  # what takes no tensor is fake too
+    with detect_fake_mode([value]) or contextlib.nullcontext():  # fake without tensors too
         zero = emit.call(ATEN.full.default, [], 0.0, dtype=value.dtype, device=value.device)
     begins = emit.call(ATEN.constant_pad_nd.default, ends, [1, -1], 0)
     has_rows = emit.call(ATEN.ne.Tensor, ends, begins)

@@ -1,1 +1,1 @@
-"""What operators take and how long that is: amounts, rates, traced layers."""
+"""Prices of operators: amounts of work, hardware rates, traced layers."""

@@ -1,4 +1,4 @@
-"""What each node takes, whatever the hardware: operations, bytes in memory and on a link, kernels.
+"""Amounts of work of each node, on any hardware: operations, memory and link bytes, kernels.
 
 Contract
     Pure arithmetic on nominal sizes; `cost/rates.py` turns amounts into time.
@@ -7,13 +7,13 @@ Contract
     `make cuda-table` reads the generated code for it. Where the host is the device Inductor writes
     concatenations out.
 
-The share of pairs of query and key that FlexAttention computes under its block mask.
-A function of the graph alone: the mask is asked by its code, at pairs of positions. What it
-reads of tensors is data, which only a run knows, and counts as kept: torchtitan's block_causal
-mask, causal and within documents, counts as causal.
-A kernel computes a block whole where any pair of it is kept, and leaves it out else (Dong et
-al. 2024, Flex Attention, on BlockMask): a causal mask keeps a half, and half its diagonal.
-Masks are taken to be alike for every sequence and head.
+The share of (query, key) pairs that FlexAttention computes under its block mask follows from the
+graph alone: the mask's code is evaluated at pairs of positions. Values that it reads of tensors
+are known in a run only, and count as kept: torchtitan's block_causal mask, causal and within
+documents, counts as causal.
+A kernel computes a whole block where the mask keeps any pair of it, and skips the block otherwise
+(Dong et al. 2024, Flex Attention, on BlockMask): a causal mask keeps a half, and half its
+diagonal. Masks are taken to be alike for every sequence and head.
 """
 
 from __future__ import annotations
@@ -62,54 +62,54 @@ FUSED: Final = frozenset(
         "prims::convert_element_type",
     }
 )
-"""Elementwise to a compiler, though not tagged so."""
+"""Operators that a compiler fuses as elementwise, though torch does not tag them so."""
 ALLOCATIONS: Final = frozenset({"empty", "empty_like", "new_empty", "empty_strided"})
-"""Operators that take memory and touch none of it."""
+"""Operators that allocate memory and touch none of it."""
 FILLS: Final = frozenset(
     {"full", "full_like", "new_ones", "new_zeros", "ones", "ones_like", "zeros", "zeros_like"}
 )
-"""Operators that read no element of what they are given."""
+"""Operators that read no element of their inputs."""
 REDUCTIONS: Final = frozenset(
     {"_log_softmax", "_softmax", "amax", "amin", "any", "mean", "prod", "sum", "var_mean"}
 )
-"""Operators whose kernels compute what they reduce."""
+"""Reductions whose kernels compute the values they reduce."""
 GATHERS: Final = frozenset({"embedding", "gather", "index", "index_select"})
-"""Operators of torch that gather, all of which a compiler fuses with what reads the rows."""
+"""Gathers of torch, all of which a compiler fuses with the readers of the rows."""
 BY_PLACES: Final = frozenset({"sum_of_places", "dots_of_places"})
-"""Ours, of rows in several matrices by a matrix of their numbers."""
+"""Our operators on rows of several matrices, by a matrix of row numbers."""
 OWN_GATHERS: Final = frozenset(
     {"gather_quantize_pack", "gather_rows", "unpack_dequantize_permute", *BY_PLACES}
 )
-"""Ours, of rows by an index; without one all are read."""
+"""Our operators that gather rows by an index; without one they read all rows."""
 SCATTERS: Final = frozenset({"index_add", "index_copy", "index_put", "scatter", "scatter_add"})
 CONCATENATION: Final = "cat"
 FEW: Final = 4096
-"""Integers that count rows or place them, not rows themselves."""
+"""Tensors of at most so many integers hold counts or places of rows, not rows."""
 KERNELS_OF_FEW: Final = 0.25
-"""Kernels per operator on few integers: Inductor fuses scans and sums with what stands around them.
+"""Kernels per operator on few integers: Inductor fuses scans and sums with their neighbours.
 31 for 123, in the code it generates for DeepSeek-V3 16B in one, two and four chunks (5 for 12, 10
 for 41, 16 for 70)."""
 KERNELS_OF_FLEX: Final = {False: 1.0, True: 2.0}
-"""Of FlexAttention forward; backward sums the output times its gradient in one of its own."""
+"""Kernels of FlexAttention's forward; the backward sums output * gradient in one more."""
 PASSES_OF: Final = {"all_reduce": 2}
-"""Times the payload crosses the link, where not once: reduce-scatter, then all-gather."""
+"""Times the payload crosses the link, if not once: reduce-scatter, then all-gather."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Amounts:
-    """What one node takes."""
+    """Operations, bytes and kernels of one node."""
 
     operations: float = 0.0
     """Floating-point operations of a matrix product."""
     product: Product | None = None
-    """Its shape."""
+    """The shape of that product."""
     read: Mapping[fx.Node, float] = field(default_factory=dict)
     """Input -> bytes read of it."""
     written: float = 0.0
     num_kernels: float = 0.0
-    """As Inductor fuses operators."""
+    """Number of kernels once Inductor has fused operators."""
     link_bytes: float = 0.0
-    """That leave a rank in a collective."""
+    """Bytes that leave a rank in a collective."""
 
     @property
     def nbytes(self) -> float:
@@ -118,7 +118,7 @@ class Amounts:
 
 
 def amounts_of(node: fx.Node, sizes: NominalSizes, *, writes_joined: bool = False) -> Amounts:
-    """Return what `node` takes; nothing where it does no work on the device.
+    """Return the amounts of `node`; all zero where it does no work on the device.
 
     `writes_joined` says that concatenations are written before they are read.
     """
@@ -156,7 +156,7 @@ def _kernels_of(node: fx.Node, sizes: NominalSizes) -> float:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Give what reads a value, by itself or by views of it."""
+    """Yield the readers of a value, and of views of it."""
     for user in node.users:
         if _is_part(user):
             yield from _readers(user)
@@ -172,7 +172,7 @@ def _viewed(node: fx.Node) -> fx.Node:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether the node is another look at a value, or one of several."""
+    """Whether the node is a view of a value, or one of several results."""
     return is_view(node) or node.target is operator.getitem or _op(node) == "_unsafe_view"
 
 
@@ -200,7 +200,7 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 def fuses_what_it_reads(node: fx.Node) -> bool:
-    """Whether a compiler may make what the node reads within the node's own kernel."""
+    """Whether a compiler may make the node's inputs within the node's own kernel."""
     readers = GATHERS | SCATTERS | REDUCTIONS | {CONCATENATION}
     return is_elementwise(node) or _op(node) in readers
 
@@ -215,9 +215,9 @@ def leaving_bytes(launch: fx.Node, sizes: NominalSizes) -> float:
 
 
 def ranks_of(launch: fx.Node) -> int:
-    """Return the ranks an exchange is among; 0 where the launch does not say.
+    """Return the number of ranks in an exchange; 0 where the launch does not say.
 
-    All of the payload is then taken to leave a rank; else all but its own part, evenly routed.
+    The whole payload is then taken to leave a rank; else all but its own part, evenly routed.
     """
     return len(output_splits(launch)) if is_all_to_all(launch) else _group_size(launch)
 
@@ -264,7 +264,7 @@ def _operations(node: fx.Node, sizes: NominalSizes) -> float:
 
 
 def _factors(node: fx.Node, sizes: NominalSizes) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the shapes of what a product multiplies."""
+    """Return the shapes of the factors of a product."""
     factors = [sizes.shape(t) for t in _tensors(node) if t.dim() >= 2]
     has_addend = overload_name(node) in ("aten::addmm", "aten::baddbmm")
     left, right = factors[-2:] if has_addend else factors[:2]
@@ -272,7 +272,7 @@ def _factors(node: fx.Node, sizes: NominalSizes) -> tuple[Sequence[int], Sequenc
 
 
 def _product(node: fx.Node, sizes: NominalSizes) -> Product | None:
-    """Return the shape of a product, of groups that offsets divide with as many rows each."""
+    """Return the shape of a product; groups that offsets divide are taken to have equal rows."""
     if not is_product(node):
         return None
     left, right = _factors(node, sizes)
@@ -300,7 +300,10 @@ def _matmul_operations(node: fx.Node, sizes: NominalSizes) -> float:
 
 
 def _attention_operations(node: fx.Node, sizes: NominalSizes) -> float:
-    """Only SDPA's backward is given the gradient of the output before the query."""
+    """Return the operations of attention, forward or backward.
+
+    Only SDPA's backward is given the gradient of the output before the query.
+    """
     shapes = [sizes.shape(t) for t in _tensors(node) if t.dim() == 4]
     is_backward = _is_backward(node)
     if is_backward and not is_flex_attention(node):
@@ -328,7 +331,7 @@ def _attended_share(attention: fx.Node, num_queries: int, num_keys: int) -> floa
 
 
 def _is_backward(attention: fx.Node) -> bool:
-    """Whether the operator is that of a gradient."""
+    """Whether the operator computes a gradient."""
     target: Any = attention.target
     return "backward" in (target.name() if callable(getattr(target, "name", None)) else "")
 
@@ -346,7 +349,7 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _group_size(launch: fx.Node) -> int:
-    """Return the ranks that a collective says it is among, or that its group has; 0 for neither."""
+    """Return the group size that a collective names, or that its group has; 0 for neither."""
     position = 1 if is_all_gather(launch) else 2 if is_reduce_scatter(launch) else None
     size = None if position is None else argument_of(launch, position, "group_size")
     return size if isinstance(size, int) else group_ranks(group_name(launch))
@@ -361,12 +364,12 @@ def group_ranks(name: str) -> int:
 
 
 MOST_BLOCKS: Final = 16_384
-"""Blocks that are looked at: all up to 16,384 tokens of each kind, then evenly spaced rows."""
+"""Limit of blocks evaluated: all up to 16,384 tokens of each kind, then evenly spaced rows."""
 POSITION_OF_MASK: Final = {"flex_attention": 4, "flex_attention_backward": 9}
 """Operator -> place of its block mask among its arguments (torch._higher_order_ops)."""
 
 Known = int | bool | None
-"""A value of the mask's code for one pair; None for what only a run knows."""
+"""Value of the mask's code for one pair; None where it is known in a run only."""
 
 ARITHMETIC: Final[Mapping[str, Callable[..., Any]]] = {
     "aten::add": operator.add,
@@ -382,16 +385,16 @@ ARITHMETIC: Final[Mapping[str, Callable[..., Any]]] = {
     "aten::ne": operator.ne,
     "aten::logical_not": operator.not_,
 }
-"""Operators that are known where all their arguments are."""
+"""Operators whose value is known where all their arguments are."""
 CONNECTIVES: Final[Mapping[str, bool]] = {
     "aten::bitwise_and": False,
     "aten::logical_and": False,
     "aten::bitwise_or": True,
     "aten::logical_or": True,
 }
-"""Operator -> the value of one side that decides, whatever the other is."""
+"""Operator -> the value of one operand that decides the result."""
 CONSTANTS: Final = {"aten::new_ones": True, "aten::new_zeros": False}
-"""With which a conjunction and a disjunction of masks begin (`and_masks`, `or_masks`)."""
+"""Operators that begin a conjunction and a disjunction of masks (`and_masks`, `or_masks`)."""
 
 
 def kept_share(attention: fx.Node, num_queries: int, num_keys: int) -> float:
@@ -416,13 +419,13 @@ def _blocks(length: int, block: int) -> list[tuple[int, int]]:
 
 
 def _keeps_any(mask: fx.Graph, queries: tuple[int, int], keys: tuple[int, int]) -> bool:
-    """Return whether a block is computed, told by its corners."""
+    """Return whether a block is computed, judged by its corners."""
     corners = ((q, k) for q in reversed(queries) for k in keys)
     return any(_value(mask, (0, 0, q, k)) is not False for q, k in corners)
 
 
 def _value(mask: fx.Graph, pair: tuple[int, int, int, int]) -> Known:
-    """Return what the mask says of a pair: sequence, head, query, key; of tensors it is None."""
+    """Return the mask's value for (sequence, head, query, key); None where it reads tensors."""
     given = iter(pair)
     known: dict[fx.Node, Known] = {}
     for node in mask.nodes:

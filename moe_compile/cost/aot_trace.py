@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 Partition: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 AOT: Final = functools.partial(aot_autograd, keep_inference_input_mutations=True)
-"""As Inductor asks for it: writes into inputs stay in the graph, `x.data = y` among them."""
+"""Functionalization as Inductor asks for it: writes into inputs stay, `x.data = y` among them."""
 
 
 class _Traced(Exception):

@@ -2,15 +2,14 @@
 
 Contract
     Pure arithmetic on the amounts of `cost/amounts.py` and the rates of a hardware profile, as
-    the planner's; nothing is measured. Compute is max(operations / matmul rate, bytes / memory
-    rate) plus a fixed cost per kernel; a collective is latency plus bytes / link rate, over a
+    in the planner; nothing is measured. Compute is max(operations / matmul rate, bytes / memory
+    rate) plus a fixed cost per kernel. A collective is latency plus bytes / link rate, over a
     node's link and the network at once: nodes as they were registered, or else of the profile's
-    size. A wait is free. What the host takes for a node is told beside it.
+    size. A wait is free. Host time is stated beside.
 
-What a node takes of the host, and whether the host waits for the device there.
-Read off the graph: an integer costs where code takes it out of what was read, by itself or by
-one call for all. Nothing is measured.
-A graph on one device alone stands for one on a GPU: what the profile has of a host counts.
+Host time of a node, and whether the host waits for the device there, are read off the graph: an
+integer costs where code takes it out of a tensor that was read, by itself or by one call for all.
+A graph that is on one device alone stands for one on a GPU: the profile's host costs count.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ class Cost:
     compute_us: float = 0.0
     link_us: float = 0.0
     bound: Bound = Bound.NOTHING
-    """What the larger part of the time follows from."""
+    """The resource that takes the larger part of the time."""
     contention: float = 0.0
-    """Of a collective: the share by which compute slows while it runs."""
+    """Share by which compute slows while a collective runs."""
     overlap_slowdown: float = 0.0
-    """Of a collective: the share by which it slows while compute runs."""
+    """Share by which a collective slows while compute runs."""
     host_us: float = 0.0
-    """What the host takes for the node."""
+    """Time of the host for the node."""
     waits_for_device: bool = False
-    """Whether the host waits there for all that was queued before."""
+    """Whether the host waits there for all work queued before."""
 
 
 def estimate_costs(
@@ -58,7 +57,7 @@ def estimate_costs(
 ) -> dict[fx.Node, Cost]:
     """Return the estimated cost of every node.
 
-    `amounts` keeps what is read of the nodes, for the same graph on other hardware.
+    `amounts` caches the amounts of nodes, for the same graph on other hardware.
     """
     estimator = _Estimator(sizes, hardware, {} if amounts is None else amounts)
     return {node: estimator.cost(node) for node in graph.nodes}
@@ -80,7 +79,7 @@ def estimate_cost(node: fx.Node, sizes: NominalSizes, hardware: HardwareProfile)
 
 
 class _Estimator:
-    """Prices nodes; keeps the rates of each size of group, and of node."""
+    """Prices nodes; caches the rates of each size of group, and of node."""
 
     def __init__(
         self, sizes: NominalSizes, hardware: HardwareProfile, amounts: dict[fx.Node, Amounts]
@@ -128,30 +127,30 @@ class _Estimator:
 
 
 def host_us(node: fx.Node, num_kernels: float, host: HostCosts) -> float:
-    """Return what the host takes for a node of so many kernels that launches no collective."""
+    """Return the host time of a node with so many kernels that launches no collective."""
     us = host.read_us * waits_for_device(node)
     return us + (host.integer_us if integers_taken(node) else host.kernel_us * num_kernels)
 
 
 def launch_us(launch: fx.Node, num_ranks: int, host: HostCosts) -> float:
-    """Return what the host takes to launch a collective among so many ranks."""
+    """Return the host time to launch a collective among so many ranks."""
     return host.launch_us + host.launch_us_per_rank * num_ranks * is_all_to_all(launch)
 
 
 def is_of_host(tensor: torch.Tensor | None, hardware: HardwareProfile) -> bool:
     """Whether a profile is of the host itself, and the tensor lies there.
 
-    Where a profile has costs of a host, tensors on the host stand for those of its device: a dry
-    run has no others.
+    Where a profile has host costs, tensors on the host stand for those of its device: a dry run has
+    no others.
     """
     is_there = tensor is not None and tensor.device.type == "cpu"
     return is_there and hardware.host == NO_HOST
 
 
 def waits_for_device(node: fx.Node) -> bool:
-    """Whether the host waits there for all that was queued before.
+    """Whether the host waits at `node` for all work queued before.
 
-    Of integers of one tensor that is the copy to the host; without one, the first of them.
+    Of integers of one tensor the copy to the host waits; without a copy, the first integer does.
     """
     if not integers_taken(node):
         return _copies_to_host(node)
@@ -164,7 +163,7 @@ def waits_for_device(node: fx.Node) -> bool:
 
 
 def _readers(tensor: fx.Node) -> Iterator[fx.Node]:
-    """Give what takes integers out of a tensor, or of views of it."""
+    """Yield the nodes that take integers out of a tensor, or of views of it."""
     for user in tensor.users:
         if integers_taken(user):
             yield user

@@ -6,7 +6,7 @@ Contract
     compute runs at 1 / (1 + contention) of its rate; while compute runs, a collective runs at
     1 / (1 + the overlap slowdown of its stream). Collectives of several streams do not slow
     each other.
-    A task's end is what follows from the tasks given so far: those given later may move it,
+    A task's end follows from the tasks given so far: those given later may move it,
     never to an earlier time. With neither slowdown an end is start plus work, exactly.
 
 Pseudo-code
@@ -28,13 +28,13 @@ class Served:
     """One task that a stream serves, or served."""
 
     work: float
-    """Time it takes alone."""
+    """Time the task takes alone."""
     end: float = math.inf
     """inf until no later task can move it; `Streams.end_of` knows it as it stands."""
 
 
 class Streams:
-    """When each stream is busy; times in any one unit, from 0."""
+    """Busy times of streams, in any one unit, from 0."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Streams:
         contention: float = 0.0,
         overlap_slowdown: Mapping[str, float] | None = None,
     ) -> None:
-        """Say what slows: the stream `compute` by one share, each other stream by its own."""
+        """Set the slowdowns: `compute` slows by one share, each other stream by its own."""
         slowdowns = dict(overlap_slowdown or {})
         self._is_free = not contention and not any(slowdowns.values())
         """Whether nothing slows anything."""
@@ -84,7 +84,7 @@ class Streams:
         return state.now
 
     def _settle(self, now: float) -> None:
-        """Run up to `now`: what is over by then no later task can move."""
+        """Run up to `now`: no later task can move an end before it."""
         state = self._state
         while state.running:
             task, end = state.first()
@@ -105,7 +105,7 @@ class RunningTask:
     stretch: float
     """Time for one unit of work: 1 over the rate."""
     end: float
-    """At this rate."""
+    """End of the task at this rate."""
 
     @classmethod
     def from_now(cls, now: float, work: float) -> RunningTask:
@@ -126,7 +126,7 @@ def set_rates(
     contention: float,
     overlap_slowdown: Mapping[str, float],
 ) -> None:
-    """Let what runs, by stream, go on from `now` as fast as it does beside the others.
+    """Let running tasks, by stream, go on from `now` as fast as they run beside the others.
 
     Streams of `compute` do not slow each other: they are of several ranks.
     """
@@ -143,7 +143,7 @@ def set_rates(
 
 @dataclass(slots=True)
 class _State:
-    """What runs at `now`, what is queued behind it, and how the one slows the other."""
+    """Tasks that run at `now`, tasks queued behind them, and how they slow each other."""
 
     compute: frozenset[str]
     contention: float
@@ -151,7 +151,7 @@ class _State:
     now: float = 0.0
     running: dict[str, RunningTask] = field(default_factory=dict)
     tasks: dict[str, Served] = field(default_factory=dict)
-    """Of what runs."""
+    """The running task of each stream."""
     queued: dict[str, list[Served]] = field(default_factory=dict)
 
     def copy(self) -> _State:
@@ -170,12 +170,12 @@ class _State:
             self._set_rates()
 
     def first(self) -> tuple[Served, float]:
-        """Return what is over first of all that runs, and when."""
+        """Return the running task that ends first, and its end."""
         stream = self._first()
         return self.tasks[stream], self.running[stream].end
 
     def step(self) -> None:
-        """Go on to the next end: what is queued behind that task starts."""
+        """Go on to the next end: the task queued behind starts."""
         stream = self._first()
         self.now = max(self.now, self.running.pop(stream).end)
         if queued := self.queued.get(stream):

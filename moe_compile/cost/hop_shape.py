@@ -1,8 +1,8 @@
-"""How much of a region's rows goes which way when a token crosses to a node once.
+"""Shares of a region's rows by where they go, when a token crosses to a node once.
 
 Contract
     Amounts for experts chosen evenly, each once by a token. Facts of graph and registration alone.
-    The planner's prices and the cluster simulator both take what the links carry from here; passes
+    The planner's prices and the cluster simulator both take the bytes on links from here; passes
     over rows, which the planner cuts by parts, are the simulator's. Without torch:
     `megamoe simulate` has none.
 """
@@ -19,13 +19,13 @@ INDEX_KERNELS: Final = 40.0
 """Small operators that find the rows of both hops (`moe_compile/ops/hop_rows.py`), as written; no
 generated code was counted."""
 PLACE_KERNELS: Final = 6.0
-"""Of the places of sums (`moe_compile/ops/two_hops.py`), on nodes and at home, as generated."""
+"""Kernels that find where sums go (`moe_compile/ops/two_hops.py`), on nodes and at home."""
 MASK_BYTES: Final = 4.0
-"""Of each row of hop 1, which experts of a node it is for: one word of 32."""
+"""Bytes of a row's mask in hop 1, the experts of a node it is for: one word of 32 bits."""
 SCORE_BYTES: Final = 4.0
-"""Of each row's score, which goes flat."""
+"""Bytes of a row's score, which is sent flat."""
 MOVED: Final = 2.0
-"""Passes over bytes that are moved: read, written."""
+"""Passes over bytes that are moved: one read, one write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,21 +36,21 @@ class HopShape:
     num_local: int
     """Ranks of a node."""
     num_experts: int
-    """Of all ranks."""
+    """Experts of all ranks."""
     rows_per_token: int
     row_bytes: float
-    """Of one row, as it is dispatched."""
+    """Bytes of one row, as it is dispatched."""
     max_nodes: int = 0
-    """That the experts of one token may be on, where its router says so; 0 for any number."""
+    """Nodes that the experts of one token may be on, where its router limits them; 0: no limit."""
 
     @property
     def leaving(self) -> float:
-        """Share of what is spread evenly over nodes that is for another node."""
+        """Share of evenly spread bytes that goes to another node."""
         return (self.num_nodes - 1) / self.num_nodes
 
     @property
     def nodes_per_token(self) -> float:
-        """Nodes that a token needs: as many as its experts, drawn without repetition, are on."""
+        """Nodes that a token needs: those of its experts, drawn without repetition."""
         elsewhere = self.num_experts - self.num_experts // self.num_nodes
         k = self.rows_per_token
         missed = math.comb(elsewhere, k) / math.comb(self.num_experts, k)
@@ -89,11 +89,11 @@ class HopShape:
         return num_rows * SCORE_BYTES * leaving_share(self.num_nodes * self.num_local)
 
     def copied_bytes(self, rows: float) -> tuple[float, float, float]:
-        """Read and written where rows are copied: before hop 1, between the hops, after hop 2."""
+        """Bytes moved where rows are copied: before hop 1, between the hops, after hop 2."""
         return MOVED * self.far_bytes(rows), MOVED * rows, MOVED * rows
 
     def summed_bytes(self, rows: float) -> tuple[float, float, float]:
-        """The same where rows are summed: before hop 2, on the node, at home."""
+        """Bytes moved where rows are summed: before hop 2, on the node, at home."""
         far = self.far_bytes(rows)
         return MOVED * rows, rows + far, far + rows / self.rows_per_token
 

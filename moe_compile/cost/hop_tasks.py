@@ -4,7 +4,7 @@ Contract
     Hops as the compiler makes them: hop 1 between nodes and hop 2 inside the node are collectives
     of their own; rows are moved by compute before, between and behind them.
     Hop 1 goes in slices of tokens, hop 2 of a slice in chunks of experts once the slice is there.
-    Where rows are summed, each hop takes what it sends of all chunks.
+    Where rows are summed, each hop needs the rows it sends of all chunks.
     Without torch.
 
 Pseudo-code
@@ -36,7 +36,7 @@ class HopTimes(Protocol):
         ...
 
     def scores_us(self, nbytes: float) -> float:
-        """Return the time of scores of so many bytes, which go flat."""
+        """Return the time of sending scores of so many bytes, which go flat."""
         ...
 
 
@@ -48,26 +48,26 @@ class HopTasks:
     times: HopTimes
     hops: HopShape
     label: str = ""
-    """Put before every name."""
+    """Prefix of every name."""
     rows: float
     """Bytes of a rank's rows, one for each expert of a token."""
     num_rows: float
     moved: tuple[float, float, float]
     """Bytes read and written before, between and behind the hops."""
     wire_share: float = 1.0
-    """Bytes of a row that travels over those in the model's number format. Below 1 rows are
-    packed, by kernels of their own where they are summed."""
+    """Bytes of a row as sent over those in the model's number format. Below 1 rows are packed, by
+    kernels of their own where they are summed."""
     num_chunks: int = 1
     num_slices: int = 1
     launch_us: float | None = None
-    """Of compute, before each collective; None for no such task."""
+    """Compute time of a launch, before each collective; None for no such task."""
     node_link: str = NODE_LINK
     cuts_moves: bool = False
     """Whether rows are moved by kernels of each slice and chunk even where one kernel could move
     all of them, and masks go at once."""
 
     def told(self, needs: Sequence[int], *, finds_places: bool) -> list[int]:
-        """Add finding the rows of both hops, and what travels beside them."""
+        """Add the tasks that find the rows of both hops, and the messages sent beside them."""
         number = INDEX_KERNELS + (PLACE_KERNELS if finds_places else 0.0)
         last = self._add("indices", self.times.memory_us(0.0, number), needs)
         slices = 1 if self.cuts_moves else self.num_slices
@@ -77,7 +77,7 @@ class HopTasks:
         return [self.scores([last])]
 
     def scores(self, needs: Sequence[int]) -> int:
-        """Add what scores, or their gradients, take: one number a row, flat."""
+        """Add the exchange of scores, or of their gradients: one number a row, flat."""
         us = self.times.scores_us(self.hops.score_bytes(self.num_rows))
         return self._send("scores", us, needs, LINK)
 
@@ -103,7 +103,7 @@ class HopTasks:
         ]
 
     def sums(self, needs: Sequence[Sequence[int]]) -> int:
-        """Add an exchange of rows that are summed, of each chunk's needs; return the last task."""
+        """Add an exchange of rows that are summed, by each chunk's needs; return the last task."""
         before, between, behind = self.moved
         came: list[list[int]] = [[] for _ in range(self.num_slices)]
         for chunk, of_chunk in enumerate(needs):
@@ -142,7 +142,7 @@ class HopTasks:
         return self._add(name, us, needs, link)
 
     def _move(self, name: str, nbytes: float, needs: Sequence[int], num_packing: int = 0) -> int:
-        """Add moving rows, with kernels of its own for each time they are packed or unpacked."""
+        """Add a move of rows, with one more kernel for each time they are packed or unpacked."""
         kernels = 1.0 + num_packing * (self.wire_share < 1.0)
         return self._add(name, self.times.memory_us(nbytes, kernels), needs)
 
@@ -150,6 +150,6 @@ class HopTasks:
         return self.made.add(self.label + name, us, needs, stream)
 
     def _mark(self, number: int | None, chunk: int | None = None) -> str:
-        """Return what tells a slice and a chunk apart in names; nothing where there is one."""
+        """Return the part of a name that tells slices and chunks apart; "" where there is one."""
         numbers = ((number, self.num_slices), (chunk, self.num_chunks))
         return "".join(f" {n}" for n, count in numbers if n is not None and count > 1)

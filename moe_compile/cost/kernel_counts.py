@@ -11,9 +11,9 @@ from typing import Final
 ATTENTION_BACKWARD: Final = 2.5
 """Operations of attention's backward over its forward: five matrix products for two."""
 CAUSAL_SHARE: Final = 0.5
-"""Of all pairs, those of a query with itself and what is before it; the diagonal is neglected."""
+"""Share of (query, key) pairs that a causal mask keeps; the diagonal is neglected."""
 ORDER_KERNELS: Final = 9.25
-"""Kernels that find each row's place by chunk and back, and gather what the host reads
+"""Kernels that find each row's place by chunk and back, and gather the integers the host reads
 (passes/replay/row_order.py, chunk_axis.py). Counted in the graphs that the rewrites emit, as
 `cost/amounts.py` counts kernels; tests hold it against such graphs."""
 

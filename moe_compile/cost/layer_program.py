@@ -3,8 +3,8 @@
 Contract
     Its inputs are new fake tensors of the sizes, types and devices that the graph states, so that
     tracing leaves nothing in the compilation at hand: no guard, no symbol, no alias.
-    Its text names nodes by their place, and says nothing of where in a graph it stands: equal
-    layers of a model have equal texts.
+    Its text names nodes by their place in it, not in the graph: equal layers of a model have
+    equal texts.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ OF_PYTHON: Final = frozenset({"torch", "_operator", "builtins", "math", "passes"
 
 @dataclass(slots=True)
 class LayerProgram:
-    """Nodes of a Dynamo graph as a graph module, with what it is called with."""
+    """Nodes of a Dynamo graph as a graph module, with its inputs."""
 
     module: fx.GraphModule
     inputs: list[torch.Tensor]
-    """On the graph's own fake mode; only sizes, types and devices are read."""
+    """Tensors on the graph's own fake mode; only sizes, types and devices are read."""
     origins: list[fx.Node] = field(default_factory=list)
     """The Dynamo node at each place."""
     objects: list[Any] = field(default_factory=list)
-    """What it is given that is no tensor: meshes of distributed tensors."""
+    """Inputs that are no tensors: meshes of distributed tensors."""
     is_recomputed: bool = False
-    """Whether the backward computes all again but what exchanges received."""
+    """Whether the backward recomputes all but the rows that exchanges received."""
     rows: int = 1
-    """What `NominalSizes` takes a number to be that the host reads and nothing explains."""
+    """Size that `NominalSizes` gives to a number which the host reads and nothing explains."""
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether its text says all: it calls and is given nothing but what torch has."""
+        """Whether its text determines it: it calls and is given nothing but objects of torch."""
         return not self.objects and _is_of_torch(self.module)
 
     @property
     def text(self) -> str:
-        """Return a hash of what tracing depends on."""
+        """Return a hash of everything that tracing depends on."""
         given = [
             f"{type(t).__name__} {t.dtype} {t.device} {tuple(t.shape)} {t.stride()} "
             f"{t.requires_grad} {is_weight(t)} {_inner(t)}"
@@ -83,7 +83,7 @@ class LayerProgram:
 
 
 def is_weight(tensor: torch.Tensor) -> bool:
-    """Whether an input of a program is a weight; another may be what a layer before it made."""
+    """Whether an input of a program is a weight; another may be a result of a layer before."""
     return isinstance(tensor, torch.nn.Parameter)
 
 
@@ -92,9 +92,9 @@ def program_of(
 ) -> LayerProgram:
     """Return the program of `nodes`, less those that are given a size which only a run knows.
 
-    These finish what stands before: the rows a layer's experts send back are no tokens yet.
-    Switches of grad mode and autocast before and behind it are part of it, where they tell.
-    Of `sums` those among the nodes are one operator in it.
+    Such nodes finish the layer before: the rows its experts send back are no tokens yet.
+    Switches of grad mode and autocast before and behind it are part of it, where they matter.
+    Each of `sums` that lies among the nodes becomes one operator.
     """
     stretch = fx.Graph()
     program = LayerProgram(fx.GraphModule({}, stretch), [])
@@ -130,7 +130,7 @@ def program_of(
 
 
 def _fuse(form: FusedSums, env: dict[fx.Node, fx.Node]) -> None:
-    """Put sums of rows that stand in a program into the form of one operator."""
+    """Replace sums of rows in a program by one operator."""
     total = form.sums.total
     if not {total, *form.dead} <= env.keys():
         return
@@ -151,7 +151,7 @@ def _body(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _without_idle_switches(body: Iterable[fx.Node]) -> list[fx.Node]:
-    """Leave out switches of a mode that are switched again, or back, before anything else runs."""
+    """Leave out switches of a mode that are undone or repeated before anything else runs."""
     kept: list[fx.Node] = []
     for node in body:
         if changes_grad_mode(node):
@@ -172,23 +172,23 @@ def _grad_mode_after(body: Sequence[fx.Node]) -> object:
 
 
 def _without_message(node: fx.Node) -> tuple[Any, ...]:
-    """Return a node's arguments; of an assertion not its text, which names symbols of a graph."""
+    """Return a node's arguments; an assertion's without its text, which names symbols."""
     is_assertion = overload_name(node) == "aten::_assert_scalar"
     return (node.args[0], "") if is_assertion else node.args
 
 
 @contextmanager
 def _apart() -> Iterator[FakeTensorMode]:
-    """Trace with fake tensors and symbols that nothing else knows."""
+    """Trace with a fake mode and symbols of its own."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with tracing(TracingContext(mode)):
         yield mode
 
 
 def _fresh(tensor: Any, mode: FakeTensorMode) -> Any:
-    """Return a tensor of the same size, type and device; what is no tensor as it is."""
+    """Return a new tensor of the same size, type and device; any other object as it is."""
     if not isinstance(tensor, torch.Tensor):
-        return tensor  # as a distributed tensor's mesh
+        return tensor  # a distributed tensor's mesh, say
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         inner = {name: _fresh(getattr(tensor, name), mode) for name in names}
@@ -205,7 +205,7 @@ def _fresh(tensor: Any, mode: FakeTensorMode) -> Any:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether it is a tensor of one size, or no tensor and no number."""
+    """Whether `value` is a tensor of known size, or neither tensor nor number."""
     if not isinstance(value, torch.Tensor):
         return _object(value) is not None
     return all(type(size) is int for size in (*value.shape, *value.stride()))
@@ -235,7 +235,7 @@ def _set_attribute(module: fx.GraphModule, name: str, value: Any) -> None:
 
 
 def _code(module: fx.GraphModule) -> Sequence[str]:
-    """Return the code of a module and of what its higher-order operators call."""
+    """Return the code of a module and of the modules that its higher-order operators call."""
     inner = [line for _, child in module.named_children() for line in _code(child)]
     tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     shapes = [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in sorted(tensors.items())]

@@ -31,7 +31,7 @@ UNCERTAINTY: Final = {
 """Kind of a number's origin -> share by which it may be off. Assumed: a measured rate moves by
 about a tenth between runs and devices of one kind."""
 UNKNOWN: Final = 0.20
-"""Of a rate whose origin nobody stated, or that a profile does not have."""
+"""Share by which a rate of unstated origin, or one missing from a profile, may be off."""
 
 GATHER_STEP: Final = 1.0 / 7.0
 """Share by which gathers within a node may be faster or slower against all-to-alls than stated.
@@ -40,7 +40,7 @@ statement says (MegaScale-MoE, figure 7): a ratio of rates from 8/7 to 8/6."""
 
 
 class Bound(enum.Enum):
-    """What the time of an operator follows from. Values are what reports print."""
+    """The resource that bounds an operator's time. Values are printed in reports."""
 
     COMPUTE = "compute"
     MEMORY = "memory"
@@ -51,18 +51,18 @@ class Bound(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What time divides by; the same units as the profile's."""
+    """Rates that divide amounts into times; units are the profile's."""
 
     matmul_tflops: float
     memory_gb_per_s: float
     op_overhead_us: float
     link_gb_per_s: float
-    """Of the widest domain the group spans, by all-to-all: the network, or a node's link."""
+    """All-to-all rate of the widest domain the group spans: the network, or a node's link."""
     link_latency_us: float
     gather_share: float = 1.0
     """Rate of an all-gather or a reduce-scatter over that of an all-to-all."""
     intra_node_gb_per_s: float = 0.0
-    """Of a node's link, where the group spans several nodes; 0 where there is none."""
+    """Rate of a node's link, where the group spans several nodes; 0 where there is none."""
     intra_node_gather_share: float = 1.0
     """`gather_share` of a node's link."""
     contention: float = 0.0
@@ -72,11 +72,11 @@ class Rates:
     intra_node_overlap_slowdown: float = 0.0
     """`overlap_slowdown` of a node's link."""
     compute: Compute | None = None
-    """What products reach by their shape; None where all have the rate `matmul_tflops`."""
+    """Rates of products by their shape; None where all have the rate `matmul_tflops`."""
     large_product_rate: float = 1.0
-    """Of a product whose shape loses nothing, over `matmul_tflops`."""
+    """Rate of a product whose shape loses nothing, over `matmul_tflops`."""
     num_ranks: int = 0
-    """Of the group; 0 where it is not known."""
+    """Ranks of the group; 0 where the number is not known."""
     node_ranks: int = 1
     """Ranks that share a node's link, where the group spans several nodes."""
     uncertainty: tuple[tuple[str, float], ...] = ()
@@ -162,7 +162,7 @@ class Rates:
     def link_us(self, nbytes: float, *, is_gather: bool = False) -> float:
         """Return the time of one collective of so many bytes that leave a rank.
 
-        Those that stay within the node and those that do not travel at once: the slower counts.
+        Bytes within the node and bytes between nodes travel at once: the slower part counts.
         """
         rate = self.link_gb_per_s * (self.gather_share if is_gather else 1.0)
         if not self.intra_node_gb_per_s:
@@ -174,12 +174,13 @@ class Rates:
 
     def hop_us(self, nbytes: float, *, within: bool) -> float:
         """Return the time of one hop of so many bytes that leave a rank: all `within` its node, or
-        all to other nodes. A profile of one link has it for both."""
+        all to other nodes. A profile of one link has it for both.
+        """
         rate = self.intra_node_gb_per_s if within else 0.0
         return self.link_latency_us + sent_us(nbytes, rate or self.link_gb_per_s)
 
     def scores_us(self, nbytes: float) -> float:
-        """Return the time of scores beside two hops: they go flat."""
+        """Return the time of sending scores beside two hops: they go flat."""
         return self.link_us(nbytes)
 
     def _parts_us(
@@ -192,7 +193,7 @@ class Rates:
         return arithmetic * US_PER_S, memory * US_PER_S
 
     def scaled(self, name: str, factor: float) -> Self:
-        """Return the same with one constant `factor` times as large."""
+        """Return the same rates with one constant `factor` times as large."""
         return replace(self, **{name: getattr(self, name) * factor})
 
     def perturbed(self) -> Iterator[Self]:
@@ -204,7 +205,7 @@ class Rates:
 
 
 OF_NODE: Final = ("gb_per_s", "latency_us")
-"""Numbers of a node's link that may be off."""
+"""Names of the numbers of a node's link that may be off."""
 FACTS: Final = frozenset(
     {"compute", "large_product_rate", "num_ranks", "node_ranks", "uncertainty"}
 )
@@ -213,7 +214,7 @@ CONSTANTS: Final = tuple(f.name for f in fields(Rates) if f.name not in FACTS)
 
 
 def share_off(origin: str) -> float:
-    """Return the share by which a number may be off that comes from where `origin` says."""
+    """Return the share by which a number of this `origin` may be off."""
     kind = origin.partition(":")[0].split(" ")[0]
     return UNCERTAINTY.get(kind, UNKNOWN)
 
@@ -221,7 +222,7 @@ def share_off(origin: str) -> float:
 def perturbed_profiles(hardware: HardwareProfile) -> Iterator[HardwareProfile]:
     """Yield `hardware` with each constant above zero up, then down, by how far it may be off.
 
-    What the host takes is off as a whole: another processor, another Python.
+    All host costs are off together: another processor, another Python.
     """
     for name in RATES:
         for factor in _factors(hardware.origins.get(name, "")):
@@ -243,6 +244,6 @@ def _with_other_nodes(hardware: HardwareProfile) -> Iterator[HardwareProfile]:
 
 
 def _factors(origin: str) -> tuple[float, float]:
-    """Return what multiplies a number up, then down, by how far one of this origin may be off."""
+    """Return the factors, above and below 1, by which a number of this origin may be off."""
     share = share_off(origin)
     return 1.0 + share, 1.0 - share

@@ -1,9 +1,9 @@
 """The work around MoE and attention regions of a graph, for the planner.
 
 Contract
-    None where the rows of a region are a symbol, or what is given to the layer around it is: the
-    hint of such a size is this rank's own, and ranks must decide alike.
-    Around a region counts what stands in its layer.
+    None where the rows of a region, or the inputs of the layer around it, have a symbolic size:
+    the hint of such a size is this rank's own, and ranks must decide alike.
+    The work around a region is all work of its layer.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def work_of_capacity(region: CapacityRegion, layer: TracedNodes | None = None) -
 def read_work(layer: TracedNodes, replayed: Replayed, empty: RegionWork) -> RegionWork | None:
     """Return `empty` with the work of `layer`; None where the region is given a varying size.
 
-    None as well for a graph that torch does not trace by itself.
+    None as well for a graph that torch cannot trace by itself.
     """
     if not {*replayed.nodes, *replayed.exchanges} <= set(layer.program.origins):
         return None
@@ -137,7 +137,7 @@ def has_static_rows(node: fx.Node) -> bool:
 
 
 def _with_role(work: Work, node: fx.Node | None, replayed: Replayed) -> Work:
-    """Say what the work of a node is to the region."""
+    """Return `work` with the role of its node in the region."""
     if node is None:
         return work
     exchange = work.exchange and replayed.exchanges.get(node, "other")

@@ -1,4 +1,4 @@
-"""What is computed and sent around one region, as amounts: operations, bytes, messages.
+"""The compute and communication around one region, as amounts: operations, bytes, messages.
 
 Contract
     Amounts hold for any hardware: `cost/rates.py` turns them into time.
@@ -15,7 +15,7 @@ from moe_compile.hardware.products import Product
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One operator of the forward or the backward graph: what it takes."""
+    """Amounts of one operator of the forward or the backward graph."""
 
     name: str = field(compare=False)
     needs: tuple[int, ...] = ()
@@ -25,26 +25,26 @@ class Work:
     product: Product | None = None
     """The shape of a matrix product."""
     nbytes: float = 0.0
-    """Read and written, those of weights and their gradients excluded."""
+    """Bytes read and written, those of weights and their gradients excluded."""
     weight_bytes: float = 0.0
-    """Of weights read, or of their gradients written."""
+    """Bytes of weights read, or of their gradients written."""
     written: float = 0.0
     """Bytes of its result."""
     link_bytes: float = 0.0
-    """That leave a rank; above 0 for collectives alone."""
+    """Bytes that leave a rank; above 0 for collectives alone."""
     exchange: str = ""
-    """`dispatch` or `combine` of the region at hand, or their gradients'; `heads`; `other`; ""
+    """`dispatch` or `combine` of the region at hand, or of their gradients; `heads`; `other`; ""
     for compute."""
     is_gather: bool = False
     """Whether a collective is an all-gather or a reduce-scatter, which have a rate of their own."""
     num_kernels: float = 1.0
-    """Launched where the work is done once."""
+    """Kernels launched where the work is not divided into chunks."""
     makes_gradient: bool = False
     """Whether its result is the gradient of a weight."""
     is_chunked: bool = False
-    """Whether each chunk does its part."""
+    """Whether each chunk does its part of the work."""
     expert: int | None = None
-    """The local expert all of it belongs to: one chunk does it, the others nothing."""
+    """The local expert that the work belongs to: one chunk does all of it, the others nothing."""
     slices_weights: bool = True
     """Whether a chunk of experts reads its own weights alone."""
     is_fusible: bool = False
@@ -53,41 +53,41 @@ class Work:
     moves_rows: bool = False
     """Whether it does nothing but gather rows by an index."""
     reads_pieces: bool = False
-    """Whether it reads rows where they lie, of several matrices, in any order."""
+    """Whether it reads rows in place, of several matrices, in any order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionWork:
-    """All work around one region, in an order that keeps needs."""
+    """All work around one region; each comes after the work it needs."""
 
     forward: tuple[Work, ...]
     backward: tuple[Work, ...] = ()
     num_ranks: int
     num_parts: int
-    """Local experts, or KV heads: what chunks are made of."""
+    """Number of local experts, or of KV heads: chunks are made of these."""
     row_bytes: float
     """Bytes of the rows that the region is given; chunks sort and join as many."""
     in_slices: bool = False
-    """Whether chunks are slices of what the region is given: nothing is sorted for them."""
+    """Whether chunks are slices of the region's inputs: nothing is sorted for them."""
     writes_joined: bool = False
     """Whether joined chunks are written before they are read: Inductor does so on a CPU."""
     wire_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Communication dtype -> its bytes over those of the model's."""
+    """Communication dtype -> its bytes over those of the model's dtype."""
     never_packed: frozenset[str] = frozenset()
     """Exchanges, `dispatch` or `combine`, whose rows must keep the model's number format."""
     imbalance: float = 1.0
-    """Rows that the busiest rank receives over those of the mean; work in the region takes so
-    much longer."""
+    """Rows that the busiest rank receives over the mean rank's; work in the region takes so much
+    longer."""
     gathered: RegionWork | None = None
-    """The same where tokens are gathered instead; its parts are tokens. None where it cannot be."""
+    """The work with tokens gathered instead; its parts are tokens. None where it cannot be done."""
     gather_is_bitwise: bool = False
     hops: HopShape | None = None
-    """What goes which way where a token crosses to a node once; None where that is not to be."""
+    """Shares of rows by where they go in two hops; None where the region may not use them."""
     weighted: frozenset[str] = frozenset()
-    """Of `dispatch` and `combine` those around which rows are changed, as by their scores."""
+    """Those of `dispatch` and `combine` whose rows are changed beside them, as by their scores."""
 
     def by_dispatch(self, dispatch: str) -> RegionWork:
-        """Return the work of one `dispatch`: this, or the same with tokens gathered."""
+        """Return the work under one `dispatch`: this one, or the one with tokens gathered."""
         if dispatch != "all_gather":
             return self
         if self.gathered is None:
@@ -101,5 +101,5 @@ class RegionWork:
 
     @property
     def written_bytes(self) -> float:
-        """Return about what all work writes forward, and keeps for backward: half of it all."""
+        """Return about the bytes the forward writes and keeps for backward: half of its bytes."""
         return sum(work.nbytes for work in self.forward) / 2.0

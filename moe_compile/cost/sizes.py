@@ -1,12 +1,12 @@
 """Numbers for sizes the compiler only knows as symbols, so that costs can be estimated.
 
 Contract
-    Estimates only: no decision that ranks must agree on may read them, but one that is part of the
+    Estimates only. A decision that ranks must agree on may not read them, unless it is part of the
     plan which ranks compare before they run.
     A backed symbol is worth its hint. An unbacked one is worth its balanced share: an all-to-all
     receives as many rows as it sends, which may be noted on it, and rows that are split are split
     evenly.
-    What the forward graph taught is kept in the dictionary given, for the backward graph.
+    Values found in the forward graph are kept in the dictionary given, for the backward graph.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from moe_compile.graph.query import (
 )
 
 ROUNDS: Final = 3
-"""Passes over the graph while one solved size may still solve another."""
+"""Limit of passes over the graph while one solved size may solve another."""
 NOMINAL_ROWS: Final = "megamoe_nominal_rows"
-"""Key in `node.meta[ANNOTATIONS]` of rows that an all-to-all sends where experts are chosen evenly,
-if nothing else in the graph tells."""
+"""Key in `node.meta[ANNOTATIONS]`: rows that an all-to-all sends where experts are chosen evenly.
+Read where nothing else in the graph tells."""
 SPLITS: Final = ("aten::split_with_sizes", "aten::split_with_sizes_copy")
 
 
@@ -47,12 +47,12 @@ def note_nominal_rows(launches: Iterable[fx.Node], rows: int) -> None:
 
 
 class NominalSizes:
-    """Symbol -> nominal value, and what follows from it."""
+    """Nominal values of symbols, and sizes computed from them."""
 
     def __init__(self, known: dict[str, int], rows: int = 1) -> None:
-        """Share `known`: it is read, and filled by `learn`; `rows` is what the host may have read.
+        """Share `known`, which is read, and filled by `learn`.
 
-        That is the value of an integer on which nothing in the graph throws light.
+        `rows` is the value of an integer that the host reads and nothing in the graph explains.
         """
         self.known = known
         self._rows = rows
@@ -110,7 +110,7 @@ class NominalSizes:
         self._share(source.shape[dim], sizes)
 
     def _share(self, total: Any, parts: Sequence[Any]) -> None:
-        """Give the unsolved `parts` even shares of what the solved ones leave of `total`."""
+        """Give the unsolved `parts` even shares of `total` less the solved parts."""
         if self._unsolved(total):
             return
         values = [value_of(p) if isinstance(p, fx.Node) else p for p in parts]
@@ -134,7 +134,7 @@ class NominalSizes:
         return sorted(symbols, key=str)
 
     def _guess_the_rest(self, graph: fx.Graph, exchanges: Sequence[fx.Node]) -> None:
-        """A size that nothing explains is worth the rows of the largest input of its maker."""
+        """Give each unexplained size the rows of the largest input of its maker."""
         for node in graph.nodes:
             for leaf in _sizes(value_of(node)):
                 for symbol in self._unsolved(leaf):

@@ -1,9 +1,9 @@
-"""Tasks of one layer on one rank, and how they run on its streams.
+"""Tasks of one layer on one rank, and their run on its streams.
 
 Contract
     A task needs tasks of lower index only. Streams never interrupt a task; an idle stream takes
-    the ready task that its priority puts first. Compute and collectives slow each other by what
-    the link's profile states, as in `cost/events.py`.
+    the ready task that its priority puts first. Compute and collectives slow each other by the
+    shares that the link's profile states, as in `cost/events.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from moe_compile.cost.events import RunningTask, set_rates
 COMPUTE: Final = "compute"
 LINK: Final = "communication"
 NODE_LINK: Final = "inside the node"
-"""Collectives inside a node that run beside those between nodes."""
+"""Stream of collectives inside a node that run beside those between nodes."""
 STREAMS: Final = (COMPUTE, LINK, NODE_LINK)
-"""Of one rank."""
+"""Streams of one rank."""
 
 
 def compute_stream(rank: int) -> str:
@@ -35,7 +35,7 @@ def _computes(stream: str) -> bool:
 
 
 class Priority(enum.Enum):
-    """Which ready task an idle stream takes."""
+    """The rule by which an idle stream takes a ready task."""
 
     LONGEST_PATH = "the longest path behind it"
     NEXT_COLLECTIVE = "what the earliest collective needs, then the longest path behind it"
@@ -48,13 +48,13 @@ class Task:
     name: str
     stream: str
     us: float
-    """Time it takes alone."""
+    """Time the task takes alone."""
     needs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A task that ran."""
+    """The run of one task."""
 
     name: str
     stream: str
@@ -64,7 +64,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskTimeline:
-    """When each task ran, in order of start."""
+    """Spans of all tasks, in order of start."""
 
     spans: tuple[Span, ...]
 
@@ -125,7 +125,7 @@ def run_tasks(
 
 
 class _Run:
-    """One simulation, under way. Prices are made of thousands: no stream has a queue to look at."""
+    """One simulation, under way. Prices need thousands of them: no stream has a queue to scan."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Run:
         }
         self.running: dict[str, RunningTask] = {}
         self.started: dict[str, tuple[int, float]] = {}
-        """Of each stream, the last task and when it started."""
+        """Stream -> its last task and when that started."""
         self.spans: list[Span] = []
 
     def timeline(self) -> TaskTimeline:
@@ -169,7 +169,7 @@ class _Run:
         heapq.heappush(self.ready[self.tasks[index].stream], self.keys[index])
 
     def _start(self, now: float) -> bool:
-        """Give idle streams what is ready; return whether anything runs."""
+        """Give idle streams ready tasks; return whether anything runs."""
         running, num_before = self.running, len(self.running)
         for stream, ready in self.ready.items():
             if ready and stream not in running:
@@ -181,9 +181,9 @@ class _Run:
         return bool(running)
 
     def _finish(self) -> float:
-        """Return when the first of what runs is over, once it is.
+        """Finish the running tasks that end first; return when they end.
 
-        What it slowed goes on faster: a task that seemed to end a rounding later may be over too.
+        Tasks they slowed go on faster: one that seemed to end a rounding later may be over too.
         """
         running = self.running
         now = min([one.end for one in running.values()])

@@ -2,18 +2,18 @@
 
 Contract
     The graph stays as it is while its work is read.
-    What a layer takes does not depend on which other layers stand beside it in the graph.
+    The work of a layer does not depend on the layers beside it in the graph.
 
-Work of layers that were traced before: in this process, and beside Inductor's cache.
-What is found is what tracing would give: entries are named by a hash of the layer's program,
-torch's version and every source file of megamoe, and a layer that calls what a user has
-written is not kept on disk. So no decision depends on the cache.
+Work of layers traced before is kept in this process, and on disk beside Inductor's cache. An
+entry equals the result of tracing: its name is a hash of the layer's program, torch's version and
+every source file of megamoe, and a layer that calls a user's own code is not kept on disk. So no
+decision depends on the cache.
 
-Read a layer as work: it is traced, and what each node of the traced graphs takes is noted.
-Sizes are numbers in the graph, and balanced routing for those that only a run knows.
+To read a layer as work, trace it and note the amounts of each node of the traced graphs.
+Sizes are the graph's numbers, and balanced routing for those that only a run knows.
 Amounts are those of `cost/amounts.py`, with which the scheduler prices nodes.
 
-Layers of a Dynamo graph: stretches that are traced, priced and decided on by themselves.
+Layers of a Dynamo graph are stretches that are traced, priced and decided on by themselves.
 Every region has its exchanges, its body, and its sums that are one operator, within one layer.
 A layer ends with a MoE region, or with an attention region that another one follows; nodes
 behind the last layer are in none.
@@ -79,16 +79,16 @@ class TracedNodes:
         is_recomputed: bool = False,
         sums: Iterable[FusedSums] = (),
     ) -> None:
-        """Note what to trace: `nodes`, or all; not those given a size which only a run knows.
+        """Note the nodes to trace: `nodes`, or all, less those given a size which only a run knows.
 
-        `num_rows` is what the host reads where nothing in the graph explains it; `is_recomputed`
-        says that the backward computes the nodes again, but for what exchanges received; of `sums`
-        those among the nodes are traced as one operator.
+        `num_rows` is the value of an integer that the host reads and nothing in the graph explains;
+        `is_recomputed` says that the backward recomputes the nodes, less what exchanges received;
+        each of `sums` that lies among the nodes is traced as one operator.
         """
         self._graph, self._num_rows, self._is_recomputed = graph, num_rows, is_recomputed
         self._sums = tuple(sums)
         self.not_traced = ""
-        """Why torch does not trace the nodes by themselves, once it was tried; "" if it does."""
+        """Why torch cannot trace the nodes by themselves, once it was tried; "" if it can."""
         self.nodes = frozenset(graph.nodes) if nodes is None else nodes
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class TracedNodes:
     def phases(self) -> tuple[Phase, ...]:
         """Return the forward and, where there is a gradient, the backward.
 
-        () where torch does not trace the program by itself, as it does not on any rank.
+        () where torch cannot trace the program by itself, on any rank alike.
         """
         try:
             traced = work_of(self.program)
@@ -111,12 +111,12 @@ class TracedNodes:
             self.not_traced = f"{type(error).__name__}: {first_line}"
             LOG.info("not priced: a graph could not be traced by itself: %s", error)
             return ()
-        origins = [*self.program.origins, None]  # the last for what no node stands for
+        origins = [*self.program.origins, None]  # the last for nodes without an origin
         return tuple(tuple((work, origins[place]) for work, place in one) for one in traced)
 
 
 _KNOWN: Final[dict[str, tuple[TracedWork, ...]]] = {}
-"""By the text of a program; a process compiles few distinct layers."""
+"""Work by the text of its program; a process compiles few distinct layers."""
 
 
 def work_of(program: LayerProgram) -> tuple[TracedWork, ...]:
@@ -132,12 +132,12 @@ def work_of(program: LayerProgram) -> tuple[TracedWork, ...]:
 
 
 def forget() -> None:
-    """Forget what this process has traced; what is on disk stays."""
+    """Forget the layers that this process has traced; entries on disk stay."""
     _KNOWN.clear()
 
 
 def _load(path: Path) -> tuple[TracedWork, ...] | None:
-    """Return an entry; None where there is none, or what is there is none of ours."""
+    """Return an entry; None where there is none, or the file is not one of ours."""
     try:
         return tuple(map(_traced, json.loads(path.read_text()))) or None
     except (OSError, ValueError, KeyError, TypeError):
@@ -154,7 +154,7 @@ def _work(fields: dict[str, Any]) -> Work:
 
 
 NOWHERE = -1
-"""Origin of a node that no node of the program stands for."""
+"""Origin of a node that corresponds to no node of the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +178,13 @@ def trace_work(program: LayerProgram) -> tuple[TracedWork, ...]:
 
 @dataclass(slots=True)
 class _Products:
-    """What the forward graph says of weights, for the backward graph."""
+    """Facts about weights from the forward graph, for the backward graph."""
 
     is_weight: tuple[bool, ...]
-    """Of each input of the program."""
+    """Whether each input of the program is a weight."""
     is_forward_read: bool = False
     weights: set[str] = field(default_factory=set)
-    """Names of inputs of the forward, and of their views: the backward calls them alike."""
+    """Names of weights among the forward's inputs, and of their views: the backward's as well."""
     with_weight: set[int] = field(default_factory=set)
     """Origins of products of which an operand is a weight."""
 
@@ -225,9 +225,9 @@ def _note_weight(node: fx.Node, inputs: Sequence[fx.Node], products: _Products) 
 
 
 def _input_number(node: fx.Node) -> int | None:
-    """Return which input of the program a placeholder is, or is a part of; None for no input.
+    """Return the number of the program's input that a placeholder is, or is a part of; else None.
 
-    AOTAutograd's description of it says so; an attribute is none, such as a weight.
+    AOTAutograd's description of it says so; an attribute, such as a weight, is no input.
     """
     described = node.meta.get("desc")
     while hasattr(described, "base"):
@@ -237,7 +237,7 @@ def _input_number(node: fx.Node) -> int | None:
 
 
 def _origin(node: fx.Node, inputs: Iterable[fx.Node], origin_of: dict[fx.Node, int]) -> int:
-    """Return where `node` comes from; the sum of two gradients from where the first does."""
+    """Return the origin of `node`; for the sum of two gradients, the origin of the first."""
     own = node.meta.get("custom", {}).get(ORIGIN)
     if own is not None:
         return int(own)
@@ -339,7 +339,7 @@ class Layers:
     def _crossing(self, nodes: Sequence[fx.Node]) -> list[int]:
         """Return how many values are needed on both sides of the place behind each node.
 
-        What the graph is given counts from its first use: a weight is needed within one layer.
+        An input of the graph counts from its first use: a weight is needed within one layer.
         """
         change = [0] * (len(nodes) + 1)
         for node in nodes:

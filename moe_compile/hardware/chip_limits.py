@@ -1,8 +1,8 @@
-"""What torch and Triton cannot do, or do wrongly, on some of NVIDIA's GPUs; imports torch.
+"""Operations that torch and Triton lack, or do wrongly, on some of NVIDIA's GPUs; imports torch.
 
 Contract
     Asked of the device of a graph's tensors while it is compiled; nothing runs on the device.
-    A processor, and a device that is only a name here, have none of these limits.
+    A processor, and a GPU that is not on this machine, have none of these limits.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ LEAST_FOR_E4M3: Final = (8, 9)
 GROUPED_GENERATIONS: Final = (9, 10)
 """Major compute capabilities for which torch 2.13 has a kernel of grouped products."""
 EMPTY_GROUPS_UNWRITTEN: Final = (10,)
-"""Major compute capabilities on which it may leave what memory held in the gradient of the weights
+"""Major compute capabilities on which `_grouped_mm` may leave stale memory in the weight gradient
 of a group without rows (pytorch#172439, open)."""
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU that is here; None for any other device."""
+    """Return the compute capability of an NVIDIA GPU on this machine; None for any other device."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def packs_rows(device: torch.device) -> bool:
-    """Whether rows can be made messages of eight bits on `device`."""
+    """Whether rows can be packed into messages of eight bits on `device`."""
     found = capability_of(device)
     return found is None or found >= LEAST_FOR_E4M3
 

@@ -1,4 +1,4 @@
-"""What a cluster of one kind of GPU can do: the rates of the analytic simulator.
+"""Rates of a cluster of one kind of GPU, for the analytic simulator.
 
 Contract
     Read from the same files as the compile path's rates; every number has an origin there.
@@ -23,13 +23,13 @@ class Memory:
 
     gb_per_s: float
     share: float
-    """Of the peak that streaming kernels reach."""
+    """Share of the peak that streaming kernels reach."""
     capacity_gb: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """What a production cluster adds to the sum of its kernels, fitted on published rows."""
+    """Factors of a production cluster over the sum of its kernels, fitted on published rows."""
 
     compute: float = 1.0
     """Factor on compute: clocks, jitter, kernels the model does not have."""
@@ -38,7 +38,7 @@ class Fit:
     imbalance: float = 1.0
     """Rows of the busiest rank over the mean."""
     slow_operators: float = 1.0
-    """Factor on the bytes that the baseline's row permutations move."""
+    """Factor on the bytes moved by the baseline's row permutations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class ClusterProfile:
     fits: Mapping[str, Fit]
 
     def fit(self, name: str) -> Fit:
-        """Return the fit called `name`, or none at all for "none"; raise InvalidConfig."""
+        """Return the fit called `name`, or factors of one for "none"; raise InvalidConfig."""
         if name == "none":
             return Fit()
         if name not in self.fits:

@@ -1,14 +1,14 @@
-"""How the bytes of one collective divide between a node's link and the network.
+"""Division of one collective's bytes between a node's link and the network.
 
 Contract
-    Pure arithmetic on a group's size; the compiler's estimates, the planner's prices and the
-    cluster simulator all take it from here.
+    Pure arithmetic on a group's size, shared by the compiler's estimates, the planner's prices and
+    the cluster simulator.
     A group no larger than a node is taken to lie within one; a larger one fills nodes.
 
-Formulas: n ranks, g per node, shares of what leaves a rank; the two ways run at once
+Formulas: n ranks, g per node, shares of the bytes that leave a rank; both ways run at once
     all-to-all                   every other rank is sent the same: g - 1 of n - 1 within the node,
                                  the rest over the network, each row once per expert there
-    all-gather, reduce-scatter   whatever enters a node enters once, by one of its g adapters, and
+    all-gather, reduce-scatter   data that enters a node enters once, by one of its g adapters, and
                                  goes round within it: n - g of g (n - 1) over the network,
                                  n (g - 1) of g (n - 1) within
 """
@@ -20,19 +20,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Where the bytes go that leave a rank; shares of them."""
+    """Shares of the bytes that leave a rank, by link."""
 
     within: float
-    """Over the link of its node."""
+    """Share over the link of its node."""
     between: float
-    """Over the network."""
+    """Share over the network."""
 
 
 def spread_of(num_ranks: int, node_ranks: int, *, is_gather: bool) -> Spread:
-    """Return where the bytes of a collective among `num_ranks` go: an all-to-all, or a gather.
+    """Return the links that the bytes of a collective take: an all-to-all, or a gather.
 
-    `node_ranks` share a node, 1 where a profile has one link alone. Of a group whose size is not
-    known (0) all bytes go over the network.
+    `node_ranks` share a node, 1 where a profile has one link alone. In a group of unknown size (0)
+    all bytes go over the network.
     """
     if node_ranks > 1 and 0 < num_ranks <= node_ranks:
         return Spread(within=1.0, between=0.0)

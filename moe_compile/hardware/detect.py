@@ -1,9 +1,9 @@
-"""Which profile is this machine's, by what NVML says of its first GPU.
+"""The profile for this machine, by NVML's name of its first GPU.
 
 Contract
-    Once ranks agreed on one profile, that is the answer on all of them.
-    No GPU is taken for another in silence: what stands in for one that no profile is named after is
-    said, once per process, and where nothing could stand in, that is an error.
+    Once ranks agreed on one profile, it is the answer on all of them.
+    No GPU is silently taken for another. A profile that stands in for a GPU without one of its own
+    is warned of, once per process; where none can stand in, that is an error.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moe_compile.errors import InvalidConfig
 
 LOG: Final = logging.getLogger(__name__)
 CHIPS: Final = ("a100", "b200", "gb200", "h100", "h20", "h200", "h800")
-"""Profiles named as NVML names the chip, in lower case: as a word of its own, GH200 is no H200."""
+"""Profiles named after chips, in lower case. Names match as whole words: GH200 is no H200."""
 STANDS_IN: Final[Mapping[int, str]] = {8: "a100", 9: "h100", 10: "b200", 12: "a100"}
-"""Major compute capability -> profile for a GPU that none is named after. GPUs of workstations (12)
-have the memory and the links of an A100 rather than a B200's."""
+"""Major compute capability -> stand-in profile for a GPU that none is named after. GPUs of
+workstations (12) have the memory and the links of an A100 rather than a B200's."""
 OTHER_BOARDS: Final = frozenset({"pcie", "nvl"})
-"""Words in a GPU's name that say: not the board with NVLink switches, of which profiles are."""
+"""Words in a GPU's name for boards without NVLink switches; profiles describe boards with them."""
 NO_GPU: Final = "cpu"
 TO_DO: Final = (
     "To do: megamoe calibrate mine.toml --start {start} measures this GPU; correct the links in "
@@ -40,13 +40,13 @@ class Detected:
     """The profile for a GPU."""
 
     profile: str
-    """"" where none can stand in."""
+    """Name of the profile; "" where none can stand in."""
     warning: str = ""
-    """What is not this GPU's in it; "" where the profile is this GPU's."""
+    """Differences between this GPU and the profile; "" where the profile is this GPU's."""
 
 
 def profile_of_chip(device_name: str, generation: int | None) -> Detected:
-    """Return the profile for what NVML calls a GPU, `generation` its major compute capability."""
+    """Return the profile for a GPU by NVML's name; `generation` is its major compute capability."""
     words = re.findall(r"[a-z0-9]+", device_name.lower())
     for chip in CHIPS:
         if chip in words:
@@ -74,12 +74,12 @@ class _Agreed:
 
 
 def agree_on_profile(name: str) -> None:
-    """From now on answer `name`: what all ranks of the job agreed on."""
+    """From now on answer `name`, the profile that all ranks of the job agreed on."""
     _Agreed.name = name
 
 
 def detected_profile() -> str:
-    """Return the name of the profile ranks agreed on, else of the one for this machine.
+    """Return the name of the profile ranks agreed on; before that, of the one for this machine.
 
     Raises InvalidConfig where none can stand in for this machine's GPU.
     """

@@ -1,8 +1,8 @@
-"""What NVML says of this machine's GPUs; nothing is changed or run.
+"""NVML's description of this machine's GPUs; nothing is changed or run.
 
 Contract
-    Only questions that change nothing are asked. What a driver or a chip does not answer is None;
-    no driver at all is a message, not an error.
+    Only questions that change nothing are asked. A question that a driver or a chip does not answer
+    gives None; no driver at all is a message, not an error.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ THROTTLING: Final = {
 }
 """Bits of NVML's clock event reasons that make kernels slower than the chip allows."""
 SETTINGS: Final = {0x01: "idle", 0x02: "clocks set by a user", 0x100: "display clocks"}
-"""Bits that say why clocks are what they are, and no more."""
+"""Bits that explain the clocks and slow no kernel."""
 PCIE_GB_PER_S_PER_LANE: Final = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """PCIe generation -> 1e9 bytes per second of one lane and direction, encoding taken off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One GPU as NVML describes it; None where it does not answer."""
+    """One GPU as NVML describes it; None for questions without an answer."""
 
     index: int
     name: str
@@ -44,19 +44,19 @@ class Device:
     nvlink_count: int
     """Active links."""
     nvlink_gb_per_s: float | None
-    """Of one link and direction, as its speed is set."""
+    """Rate of one link and direction, as its speed is set."""
     fabric_state: str | None
     fabric_clique: int | None
-    """GPUs of one clique reach one another by NVLink, over several nodes perhaps."""
+    """Number of the GPU's clique, whose GPUs reach one another by NVLink, across nodes perhaps."""
     pcie_generation: int | None
-    """The link's greatest: it idles at a lower one."""
+    """The link's highest generation: it idles at a lower one."""
     pcie_lanes: int | None
     sm_clock_mhz: int | None
     max_sm_clock_mhz: int | None
     clock_reasons: tuple[str, ...]
-    """Why clocks are what they are now."""
+    """Reasons for the clocks as they are now."""
     throttling: tuple[str, ...]
-    """Those of the reasons that slow kernels down."""
+    """Those of the reasons that slow kernels."""
 
     @property
     def nvlink_total_gb_per_s(self) -> float:
@@ -72,16 +72,16 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """All GPUs NVML shows."""
+    """All GPUs that NVML shows."""
 
     devices: tuple[Device, ...]
     driver: str
     message: str = ""
-    """Why there are none."""
+    """Why there are no devices."""
 
 
 def read_machine(nvml: Any = pynvml) -> Machine:
-    """Return what `nvml` says; a machine without devices and with a message if nothing."""
+    """Return the machine that `nvml` describes; without an answer, no devices and a message."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

@@ -1,4 +1,4 @@
-"""Links of a profile: read from the tables of a file, and written as such.
+"""Links of a profile: read from tables of a file, and written as such tables.
 
 Contract
     A link that is read, written and read again is the same, and so are its origins.
@@ -24,23 +24,23 @@ US_PER_GB_PER_S: Final = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """The way between the ranks of one process group, per rank and direction."""
+    """The path between the ranks of one process group, per rank and direction."""
 
     num_ranks: int = 0
     """Ranks it joins; 0 for any number."""
     gb_per_s: float
-    """Its peak, or the rate of an all-to-all where no share of a peak is stated."""
+    """Its peak rate, or the rate of an all-to-all where no share of a peak is stated."""
     exchange_share: float = 1.0
-    """Of the peak, by all-to-all."""
+    """Share of the peak that an all-to-all reaches."""
     gather_share: float | None = None
-    """Of the peak, by all-gather and reduce-scatter; None where one rate is stated."""
+    """Share of the peak that all-gather and reduce-scatter reach; None where one rate is stated."""
     latency_us: float
     contention: float = 0.0
     """Share by which compute slows while a collective runs: its kernels hold SMs."""
     overlap_slowdown: float = 0.0
     """Share by which a collective slows while compute runs."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Number -> where it comes from; complete when it was loaded."""
+    """Number -> its origin; complete when it was loaded."""
 
     @property
     def exchange_gb_per_s(self) -> float:
@@ -69,7 +69,7 @@ def sent_us(nbytes: float, gb_per_s: float) -> float:
 def with_contention(file: SourcedFile) -> SourcedFile:
     """Return `file`, its links with the contention that follows from their CTAs, where stated.
 
-    Raises InvalidConfig where a GPU has no more SMs than that.
+    Raises InvalidConfig where a GPU has no more SMs than CTAs.
     """
     origins, links = dict(file.origins), []
     num_sms = file.values.get("compute", {}).get("num_sms", 0)

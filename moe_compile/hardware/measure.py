@@ -19,24 +19,24 @@ import torch
 CUDA: Final = "cuda"
 REPEATS: Final = 7
 COPIED_BYTES: Final = {CUDA: 2**30, "cpu": 64 * 2**20}
-"""More than the last-level cache keeps, of the GPU or for one core."""
+"""Bytes that exceed the last-level cache, of the GPU or for one core."""
 SMALL_OPS: Final = 1000
 MATRIX: Final = {CUDA: 8192, "cpu": 512}
-"""Rows and columns of a large product."""
+"""Number of rows and of columns of a large product."""
 GROUPED_WIDTH: Final = {CUDA: 4096, "cpu": 512}
 GROUPED_HIDDEN: Final = {CUDA: 14336, "cpu": 1792}
 """Sizes of the experts measured: those of Mixtral-8x7B, an eighth of them on a processor."""
 HEAD_START_CYCLES: Final = 2_000_000
-"""About a millisecond that the device spins, so that the host's launches do not count."""
+"""Cycles that the device spins, about a millisecond, to hide the host's launches."""
 
 
 def device_name(device: str) -> str:
-    """Return what the device calls itself; of a processor one thread is measured."""
+    """Return the device's own name; of a processor one thread is measured."""
     return torch.cuda.get_device_name() if device == CUDA else f"one thread of {cpu_name()}"
 
 
 def cpu_name() -> str:
-    """Return what this machine calls its processor."""
+    """Return this machine's own name for its processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

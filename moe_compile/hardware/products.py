@@ -1,13 +1,13 @@
-"""Matrix products by their shape: what share of a large product's rate they reach on a GPU.
+"""Matrix products by their shape: the share of a large product's rate they reach on a GPU.
 
 Contract
     For the compiler's estimates, the planner's prices and the cluster simulator alike. Shares are
     of the data sheet's peak where a table states them; `Compute.share_of` is of a large product.
 
 Formulas
-    one product, or several of one size   how evenly output tiles fill the SMs, times how long the
-                                          summed dimension is
-    grouped, each with rows of its own    the curve by rows of a group, times how long that is
+    one product, or several of one size   how evenly output tiles fill the SMs, times a factor for
+                                          the length of the summed dimension
+    grouped, each with rows of its own    the curve by rows of a group, times that factor
     grouped, each with a summed           the curve by its length
     dimension of its own
 """
@@ -25,7 +25,7 @@ from moe_compile.hardware.sourced_file import SourcedFile
 
 TILE_ROWS: Final = 128
 TILE_COLUMNS: Final = 256
-"""Output tile of a Hopper GEMM; of a product that is narrower, one as narrow."""
+"""Output tile of a Hopper GEMM; a narrower product has a tile as narrow."""
 LEAST_TILE: Final = 64
 """Rows that one instruction computes."""
 LEAST_FILLED: Final = 1e-3
@@ -89,14 +89,14 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
-    """Matrix units, and what share of their peak kernels reach."""
+    """Matrix units, and the shares of their peak that kernels reach."""
 
     bf16_tflops: float
     """Dense peak, 1e12 operations per second."""
     fp8_tflops: float
     num_sms: int
     gemm_share: float
-    """Of the bf16 peak, by a large dense GEMM whose tiles fill the device."""
+    """Share of the bf16 peak that a large dense GEMM reaches whose tiles fill the device."""
     fp8_gemm_share: float
     half_reduction: float
     """Length of the summed dimension at which a GEMM loses half of its share."""
@@ -105,11 +105,11 @@ class Compute:
     kernel_us: float
     """Gap a kernel leaves: launch, tail, microseconds."""
     grouped_forward: Curve
-    """Share of peak of a grouped GEMM by rows per expert, its reduction long, memory no bound."""
+    """Share of peak of a grouped GEMM by rows per expert, its reduction long, not memory-bound."""
     grouped_weight_gradient: Curve
-    """The same of the weights' gradient, whose reduction are the rows."""
+    """The same share for the weights' gradient, which reduces over the rows."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Number -> where it comes from; complete when it was loaded."""
+    """Number -> its origin; complete when it was loaded."""
 
     @property
     def large_tflops(self) -> float:
@@ -141,9 +141,9 @@ NUMBERS: Final = tuple(one.name for one in fields(Compute) if one.name != "origi
 
 
 def compute_in(file: SourcedFile) -> Compute | None:
-    """Return what a file states of matrix units; None where it has not all of it.
+    """Return the matrix units that a file states; None where it lacks some of their numbers.
 
-    Raises InvalidConfig where a number is none, or is no number of theirs.
+    Raises InvalidConfig where a value is no number of matrix units.
     """
     table = file.values.get(TABLE, {})
     if not set(NUMBERS) <= set(table):

@@ -1,14 +1,14 @@
-"""What the machine can do: rates the time estimates divide by.
+"""Hardware rates that the time estimates divide by.
 
 Contract
     A profile is data: the same on every rank that names it, never measured on the spot.
-    Which one holds is asked of NVML once, or said by the user; no GPU means the `cpu` profile.
+    NVML is asked once which one holds, or the user says it; no GPU means the `cpu` profile.
     A profile with a number whose origin is not stated does not load.
     Other distributions add profiles under names of their own (docs/extend.md).
 
-What the host takes to keep a device busy: reads, integers, launches, kernels.
-Of the thread that runs compiled code, microseconds. All zero where the host is the device, or
-is taken to run ahead of it for ever.
+Host costs are the time of the thread that runs compiled code, in microseconds: reads, integers,
+launches, kernels. All are zero where the host is the device, or is taken to run ahead of it for
+ever.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class HostCosts:
     """Microseconds of the host."""
 
     read_us: float = 0.0
-    """Of a read of the device, once all that was queued before it is done."""
+    """Time of a read of the device, once all work queued before it is done."""
     integer_us: float = 0.0
-    """Of one integer that compiled code takes out of what was read."""
+    """Time of one integer that compiled code takes out of a tensor it read."""
     launch_us: float = 0.0
-    """Of a collective, and of an all-to-all besides."""
+    """Time to launch a collective, an all-to-all too."""
     launch_us_per_rank: float = 0.0
-    """Of an all-to-all, for each rank of its group: two sizes, a send and a receive."""
+    """More time of an all-to-all, per rank of its group: two sizes, a send and a receive."""
     kernel_us: float = 0.0
-    """Of one kernel that compiled code launches."""
+    """Time of one kernel that compiled code launches."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Number -> where it comes from; complete when it was loaded."""
+    """Number -> its origin; complete when it was loaded."""
 
     def scaled(self, factor: float) -> Self:
-        """Return the same of a host that takes `factor` times as long."""
+        """Return the costs of a host that takes `factor` times as long."""
         return replace(self, **{name: getattr(self, name) * factor for name in NUMBERS})
 
 
@@ -64,7 +64,7 @@ NO_HOST: Final = HostCosts()
 
 
 def host_in(file: SourcedFile) -> HostCosts:
-    """Return the costs that a profile's file states; none where it has no such table.
+    """Return the host costs that a profile's file states; zero where it has no such table.
 
     Raises InvalidConfig where the table lacks a number, or has another.
     """
@@ -96,7 +96,7 @@ RATES: Final = (
     "link_latency_us",
 )
 CLUSTER_TABLES: Final = frozenset({"compute", "memory", "link", "fit"})
-"""What `moe_compile.hardware.cluster` reads from the same file."""
+"""Tables that `moe_compile.hardware.cluster` reads from the same file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,7 @@ class HardwareProfile:
     """Achievable rates of one device and of its link to the other ranks of a group."""
 
     name: str
-    """What reports print."""
+    """Name that reports print."""
     matmul_tflops: float
     """Achieved matrix multiply rate, 1e12 floating-point operations per second."""
     memory_gb_per_s: float
@@ -116,19 +116,19 @@ class HardwareProfile:
     link_latency_us: float
     """Time of an empty all-to-all, microseconds."""
     node: Link | None = None
-    """The link of groups within one node, where it is another; None where the profile is silent."""
+    """The link of groups within one node, where it is another; None where none is stated."""
     network: Link | None = None
-    """The link between nodes, where a profile has it: what it loses beside compute, and its share
+    """The link between nodes, where a profile has it: its slowdowns beside compute, and its share
     for gathers. Its rate and its latency are those above."""
     host: HostCosts = NO_HOST
-    """What the host takes; nothing where the profile is silent."""
+    """Times of the host; zero where the profile states none."""
     compute: Compute | None = None
-    """What products reach by their shape; None where the profile is silent, and all have the rate
+    """Rates of products by their shape; None where the profile states none, and all have the rate
     `matmul_tflops`."""
     large_product_rate: float = 1.0
-    """Of a product whose shape loses nothing, over `matmul_tflops`; where `compute` says."""
+    """Rate of a product whose shape loses nothing, over `matmul_tflops`; 1 without `compute`."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Rate -> where it comes from; complete when the profile was loaded."""
+    """Rate -> its origin; complete when the profile was loaded."""
 
     def __post_init__(self) -> None:
         """Raise InvalidConfig for a rate that is not positive."""
@@ -143,9 +143,9 @@ class HardwareProfile:
                 raise InvalidConfig(f"hardware profile {self.name!r}: {name} must be above 0")
 
     def link_of(self, num_ranks: int) -> Link:
-        """Return the link of a group: a node's where so many ranks fit in one, else the rates'.
+        """Return the link of a group: a node's if so many ranks fit in one, if not the profile's.
 
-        Which ranks a group has is not looked at: it differs from rank to rank.
+        Only the number of ranks counts: which ranks a group has differs from rank to rank.
         """
         if self.node is not None and 0 < num_ranks <= self.node.num_ranks:
             return self.node
@@ -227,7 +227,7 @@ def _own_names() -> list[str]:
 
 
 def _outside(name: str) -> HardwareProfile | Path | None:
-    """Return what another distribution has under `name`: a profile, or the path of its file."""
+    """Return the profile of another distribution under `name`, or the path of its file, if any."""
     if name == "detect" or name.endswith(".toml"):
         return None
     entry = next((entry for entry in installed(OUTSIDE) if entry.name == name), None)
@@ -235,7 +235,7 @@ def _outside(name: str) -> HardwareProfile | Path | None:
 
 
 def made_of(entry: EntryPoint) -> HardwareProfile | Path:
-    """Return what an entry point stands for; raise InvalidConfig for what is no profile."""
+    """Return the profile or path of an entry point; raise InvalidConfig for anything else."""
     if entry.name in _own_names():
         raise unusable(entry, "has the name of a profile of megamoe", "another name")
     named = load(entry)

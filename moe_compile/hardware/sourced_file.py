@@ -3,9 +3,9 @@
 Contract
     A number, or a list of them, is `{ value = ..., origin = "kind: text" }`; strings and tables
     are as ever. Reading strips origins off and gathers them by dotted path.
+    A number of a profile without an origin is refused.
 
-Where a number comes from; a number of a profile without an origin is refused.
-An origin is `kind: text`. A measurement names its day and its machine, a fit what it fits.
+An origin is `kind: text`. A measurement names its day and its machine, a fit the data it fits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_compile.errors import InvalidConfig, nearest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcedFile:
-    """A file read: plain values, and where each number comes from."""
+    """A file read: plain values, and the origin of each number."""
 
     path: Path
     values: Mapping[str, Any]
@@ -115,7 +115,7 @@ def _plain(value: Any, path: str, origins: dict[str, str]) -> Any:
 
 
 class Provenance(enum.Enum):
-    """How a number came about, from the most to the least reliable."""
+    """The origin of a number, from the most to the least reliable."""
 
     MEASURED = "measured"
     DATASHEET = "datasheet"
@@ -132,7 +132,7 @@ MUST_SAY: Final = {
     ),
     Provenance.FITTED: (r"\bon ", "what it was fitted on: fitted: on"),
 }
-"""Kind -> what its text must match, and how to ask for it."""
+"""Kind -> a pattern that its text must match, and how to ask for it."""
 
 
 def check_origin(number: str, origin: object) -> Provenance:

@@ -1,1 +1,1 @@
-"""What became of every candidate of every pass, and the words for it; imports nothing."""
+"""The outcome of every candidate of every pass, and the words for it; imports nothing."""

@@ -1,9 +1,9 @@
-"""What became of every candidate of every pass on every graph of one compilation.
+"""The outcome of every candidate of every pass on every graph of one compilation.
 
 Contract
     Each candidate a pass looked at was applied, or skipped with a reason from the closed list; a
     pass that did not run to its end was dropped, with one as well.
-    Nothing is decided by what the journal holds, but whether `strict` raises.
+    No decision reads the journal, except whether `strict` raises.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Verdict:
     reason: Reason
     detail: str = ""
     option: str = ""
-    """The option that says whether it is to be done; "" where none does."""
+    """The option that asks for the rewrite; "" where none does."""
     is_asked: bool = False
     """Whether that option asks for it, not only allows it, as "auto" may."""
     where: str = ""
-    """The user's line it stands on, where that is known: `file.py:line in function`."""
+    """The user's line of the candidate, where it is known: `file.py:line in function`."""
     is_region: bool = False
     """Whether a dispatch, its combine and its counts were matched, and then refused."""
     is_told: bool = True
-    """Whether a report has it among exchanges of no region: not a gather of parameters, say."""
+    """Whether a report lists it among exchanges of no region: no gather of parameters, say."""
 
     @property
     def is_dispatch(self) -> bool:
@@ -42,7 +42,7 @@ class Verdict:
 
     @property
     def is_unmet(self) -> bool:
-        """Whether it was asked for, is meant for it, and could not be proven."""
+        """Whether it was asked for, is of the kind meant, and could not be proven."""
         return self.is_asked and self.reason.kind is Kind.UNPROVEN
 
     @property
@@ -56,13 +56,13 @@ class Verdict:
 
 
 def judged(config: MegaMoEConfig, option: str, verdict: Verdict) -> Verdict:
-    """Return `verdict` as one on what `option` stands for; if it asks for that, `config` says."""
+    """Return `verdict` as one on `option`, asked for if `config` says so."""
     return replace(verdict, option=option, is_asked=config.asks_for(option))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassReport:
-    """What one pass did to one graph: `applied` and `skipped` together are its candidates."""
+    """The outcome of one pass on one graph: `applied` and `skipped` together are its candidates."""
 
     pass_name: str
     applied: tuple[str, ...] = ()
@@ -86,28 +86,28 @@ class Dropped:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it raised; else it was disabled, or needs what another owed."""
+        """Whether it raised; if not it was disabled, or needs another dropped pass."""
         return self.reason is Reason.FAILED
 
     @property
     def why(self) -> str:
-        """Return what was raised, or `reason (detail)`."""
+        """Return the error raised, or `reason (detail)`."""
         return self.detail if self.is_failure else self.reason.said(self.detail)
 
 
 @dataclass(slots=True)
 class Journal:
-    """What the passes of one compilation reported, in the order they ran."""
+    """Reports of the passes of one compilation, in the order they ran."""
 
     records: list[tuple[str, PassReport | Dropped]] = field(default_factory=list)
-    """Each with its graph: `dynamo`, a body in it, `joint`, `forward` or `backward`."""
+    """Reports, each with its graph: `dynamo`, a body in it, `joint`, `forward` or `backward`."""
 
     def add(self, graph: str, result: PassReport | Dropped) -> None:
-        """Take in what became of one pass on one graph."""
+        """Add the report of one pass on one graph."""
         self.records.append((graph, result))
 
     def forget_all_but_failures(self, start: int) -> None:
-        """Forget the records from number `start` on, of an attempt that ended, but for failures."""
+        """Forget the records of an ended attempt, from number `start` on, except failures."""
         failures = [
             (graph, result)
             for graph, result in self.records[start:]
@@ -122,13 +122,13 @@ class Journal:
                 yield graph, result
 
     def verdicts(self) -> Iterator[Verdict]:
-        """Return the verdicts on what was skipped, the first first."""
+        """Yield the verdicts on skipped candidates, in order."""
         for _, result in self.records:
             if isinstance(result, PassReport):
                 yield from result.skipped
 
     def first_left(self) -> Verdict | None:
-        """Return the first verdict on what an option asked for and is meant; None without one."""
+        """Return the first verdict on a candidate asked for and meant; None without one."""
         asked = (verdict for verdict in self.verdicts() if verdict.is_asked)
         return next((one for one in asked if one.reason.kind in ACTED_ON), None)
 
@@ -138,7 +138,7 @@ class Journal:
 
 
 OF_VERDICTS: Final = ("candidate", "reason", "detail", "option", "is_asked", "where")
-"""What of a verdict is on record."""
+"""Fields of a verdict that are recorded."""
 
 
 def _as_data(graph: str, result: PassReport | Dropped) -> dict[str, Any]:

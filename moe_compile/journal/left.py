@@ -1,4 +1,4 @@
-"""Why something is left as it is: raised where a proof ends, or returned in the place of a find.
+"""Why a candidate is left as it is: raised where a proof ends, or returned in place of a find.
 
 Contract
     Carries a reason from the closed list, and the operator or value that it is for.
@@ -17,7 +17,7 @@ class Left(Exception):
 
     reason: Reason
     detail: str = ""
-    """The operator or value that it is for, "" where there is none."""
+    """The operator or value that the reason is for, "" where there is none."""
 
     def __str__(self) -> str:
         """Return `reason (detail)`."""

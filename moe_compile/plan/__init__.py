@@ -1,1 +1,1 @@
-"""What is decided on one graph: candidates, their price, the choice, the plan."""
+"""The decisions on one graph: candidates, their prices, the choice, the plan."""

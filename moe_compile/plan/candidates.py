@@ -2,7 +2,7 @@
 
 Contract
     Listed from simple to complicated, always in one order; the first is the region as it is.
-    Two hops are in chunks of experts, hop 1 in slices, in any number format of flat ones.
+    Two hops run in chunks of experts, hop 1 in slices, in any number format of flat exchanges.
     Gathered tokens go in slices of tokens or whole: chunks of experts would repeat their sums.
 """
 
@@ -19,15 +19,15 @@ CHUNKS: Final = (1, 2, 4, 8)
 """Numbers of chunks that are tried: beyond eight each chunk's fixed costs outgrow the gain."""
 WIRES: Final = ("same", "fp8")
 FORWARD_ALONE: Final = "fp8_forward"
-"""Tried where an option names it, not by "auto"."""
+"""Communication dtypes tried where an option names them, not by "auto"."""
 HOPS: Final = ("exact", "rounded")
 HOP_SLICES: Final = (1, 2)
-"""Slices of hop 1 that are tried: all that they hide is hop 2, on the faster link."""
+"""Numbers of slices of hop 1 that are tried: they hide only hop 2, on the faster link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One candidate; fields are called as the options are."""
+    """One candidate; its fields are named like the options."""
 
     num_chunks: int = 1
     chunk_by: str = "experts"
@@ -40,7 +40,7 @@ class Candidate:
     hop_slices: int = 1
 
     def is_lossy(self, work: RegionWork) -> bool:
-        """Whether it may change a bit of what the region computes."""
+        """Whether it may change a bit of the region's results."""
         quantises = self.dispatch_wire != "same" or self.combine_wire != "same"
         splits_sums = self.num_chunks > 1 and self.chunk_by == "tokens"
         rounds = self.dispatch == "all_gather" and not work.gather_is_bitwise
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int, str, str, str, str, int]:
-        """Return what orders candidates from simple to complicated, each at a place of its own."""
+        """Return the key that orders candidates from simple to complicated, without ties."""
         changed = (self.dispatch_wire != "same", self.combine_wire != "same")
         others = sum(changed) + (self.dispatch != "all_to_all")
         others += (self.nodes != "off") + (self.chunk_edges != "even")

@@ -1,13 +1,13 @@
-"""Choose in how many parts of its batch a program runs, of what was traced for some numbers.
+"""Choose the number of parts of the batch that a program runs in, among the numbers traced.
 
 Contract
     A pure function of the predictions: the order in which programs were tried does not matter.
 
 Pseudo-code
-    of the programs in parts that gain more than 1 % over the whole, fit the memory, and with no
-    constant off lose more than half of what they gain as stated,
-        the fastest; of those within 0.2 % of it the one of fewest parts
-    none: the whole
+    candidates = programs in parts that gain more than 1 % over the whole, fit the memory, and
+        with no constant off lose more than half of their gain as stated
+    take the fastest; of those within 0.2 % of it the one of fewest parts
+    no candidate: the whole
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from moe_compile.plan.choose_plan import RISK, TIE, WORTH
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TriedProgram:
-    """A program in so many parts, and what it is predicted to take, forward and backward."""
+    """A program in so many parts, and its predicted time, forward and backward."""
 
     num_parts: int
     chunks: int | str
-    """The option of that name with which it was made."""
+    """The value of the option `chunks` it was compiled with."""
     us: float
     off_us: tuple[float, ...]
-    """Where one constant of the profile is off, for each, up and down."""
+    """Predicted times with one constant of the profile off, for each constant, up and down."""
     peak_bytes: int
 
     def __str__(self) -> str:
-        """Return what reports call it."""
+        """Return its name in reports."""
         parts = "whole" if self.num_parts == 1 else f"{self.num_parts} parts"
         parts += " of one chunk" * (self.num_parts > 1 and self.chunks == 1)
         return f"{parts}, {self.us / 1e3:.2f} ms"
@@ -41,21 +41,21 @@ class TriedProgram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartsDecision:
-    """In how many parts a program runs, and why in no more."""
+    """The number of parts of the batch that a program runs in, and why no more."""
 
     num_parts: int = 1
     chunks: int | str = "auto"
-    """What the option of that name stands at from here on."""
+    """The value of the option `chunks` from here on."""
     left: Verdict | None = None
-    """Why it runs whole; None where it does not, or has nothing that could be divided."""
+    """Why it runs whole; None where it does not, or has nothing to divide."""
     whole_us: float = 0.0
-    """Predicted of the whole; 0 where nothing was predicted."""
+    """Predicted time of the whole; 0 where nothing was predicted."""
     us: float = 0.0
-    """Predicted of what was chosen; likewise."""
+    """Predicted time of the program chosen; 0 where nothing was predicted."""
 
     @property
     def measures(self) -> dict[str, float]:
-        """Return the predictions as reports have them; {} without."""
+        """Return the predictions for reports; {} without any."""
         if not self.whole_us:
             return {}
         return {"predicted_us_before": self.whole_us, "predicted_us": self.us}
@@ -66,7 +66,7 @@ def choose_parts(
 ) -> tuple[TriedProgram, Reason | None]:
     """Return the program to run, and why it is the whole if it is.
 
-    `allowed_bytes` may be added to the peak of live bytes of the whole.
+    The peak of live bytes may exceed that of the whole by `allowed_bytes`.
     """
     gaining = [one for one in others if one.us < (1.0 - WORTH) * whole.us]
     fitting = [one for one in gaining if one.peak_bytes - whole.peak_bytes <= allowed_bytes]

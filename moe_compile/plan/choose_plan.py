@@ -1,22 +1,22 @@
 """Choose how a region runs: the candidate with the least regret, whatever constant is wrong.
 
 Contract
-    A pure function of the region's work, the rates and what may be chosen: order of candidates,
-    rank and time of day do not matter.
-    What the caller does not allow, as what changes a bit, is advice.
+    A pure function of the region's work, the rates and the allowed candidates: order of
+    candidates, rank and time of day do not matter.
+    A candidate that the caller does not allow, as one that may change a bit, is advice.
 
 Pseudo-code
     candidates = those allowed that gain more than 1 % over the region as it is, and fit the memory
     price each with the constants as stated, and with each constant perturbed by its uncertainty
-    of those that under no perturbation lose more than half of what they gain as stated, and
+    of those that under no perturbation lose more than half of their gain as stated, and
     as stated are within 2 % of the fastest such,
         take the one whose largest regret is smallest; of equal ones the simplest
         (regret: time over that of the fastest candidate under the same perturbation, less 1)
     none: the region as it is
 
-A time that no candidate can be faster than: much quicker to tell than its price.
-Never above `region_tasks.price_us` of the same candidate. Chunks, joins, packing and
-what compute and exchanges slow each other only add to what is summed here.
+`least_us` is a lower bound of a candidate's time, much quicker to compute than its price
+`region_tasks.price_us`. Chunks, joins, packing and the slowdowns of compute and exchanges only
+add to the times summed here.
 """
 
 from __future__ import annotations
@@ -34,26 +34,25 @@ from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.region_tasks import add_hops, folds_of, goes_in_hops, price_us
 
 Price = Callable[[RegionWork, Candidate, Rates], float]
-"""Returns the time of forward and backward."""
+"""Function that returns the time of forward and backward."""
 WORTH: Final = 0.01
-"""Gain that is enough to leave the region other than it is."""
+"""Gain from which the region may be changed."""
 TIE: Final = 0.002
 """Regret below which two candidates count as equally good: the simpler is taken."""
 HEDGE: Final = 0.02
-"""Paid at most, where all constants are right, to be less far off where one is not: as far as a
-choice may be from the best."""
+"""Largest loss, where all constants are right, paid to be less far off where one is wrong: the
+distance from the fastest that a choice may have."""
 RISK: Final = 0.5
-"""Of the gain as stated: the largest loss against the region as it is that one wrong constant may
-bring. At 0, gains of 3 % are given up that might be losses of 0.3 to 1.2 % (docs/planner.md)."""
+"""Largest share of the stated gain that one wrong constant may turn into a loss against the region
+as it is. At 0, gains of 3 % are given up that might be losses of 0.3 to 1.2 % (docs/planner.md)."""
 EXTRA_COPIES: Final = 2.0
-"""Of a chunked region's rows that are alive beside those of the whole one, where code is not
-generated to sort and to join them in the kernels beside: sorted rows, and joined ones. Slices, of
-heads and of experts with a capacity, are taken to have them anywhere; no generated code was read
-for that."""
+"""Shares of a chunked region's rows alive beside those of the whole one, where generated code does
+not sort and join them in neighbouring kernels: sorted rows, and joined ones. Slices, of heads and
+of experts with a capacity, are always taken to have them; no generated code was read for that."""
 
 
 class Why(enum.Enum):
-    """What decided. Values are what reports print."""
+    """The ground of a decision. Values are printed in reports."""
 
     FASTEST = "gains, and is least far from the fastest, whichever constant is off"
     NO_OTHER = "there is no other candidate"
@@ -68,29 +67,29 @@ class Priced:
 
     candidate: Candidate
     us: float
-    """Forward and backward of the work around the region."""
+    """Time of forward and backward of the work around the region."""
     is_lossy: bool = False
-    """Whether it may change a bit."""
+    """Whether the candidate may change a bit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The candidate that a region runs as, and what it was chosen against."""
+    """The candidate that a region runs as, and those it was compared with."""
 
     chosen: Priced
     as_it_is: Priced
     runner_up: Priced | None
-    """The fastest of the other candidates that may be chosen."""
+    """The fastest of the other allowed candidates."""
     why: Why
     other_dispatch: Priced | None = None
-    """The fastest of those that may be chosen with the other dispatch."""
+    """The fastest allowed candidate with the other dispatch."""
     other_edges: Priced | None = None
-    """The chosen in as many chunks with the other edges, where both were priced."""
+    """The chosen candidate with the other chunk edges, where both were priced."""
     routing_skew: float = 0.0
-    """What prices take the routing to be, as the option names it."""
+    """Routing skew assumed by the prices, as the option names it."""
     advice: tuple[Priced, ...] = ()
-    """Candidates not allowed that are faster than the chosen by over 1 %, the fastest first: each
-    kind in about as many chunks, the fastest kind in any number."""
+    """Candidates not allowed that are over 1 % faster than the chosen, the fastest first: each kind
+    in about as many chunks, the fastest kind in any number."""
 
     @property
     def gathers(self) -> bool:
@@ -104,7 +103,7 @@ class Decision:
 
     @property
     def margin(self) -> float:
-        """Return the share by which the runner-up is slower; below 0 where it is less sure."""
+        """Return the share by which the runner-up is slower; below 0 if faster but less sure."""
         return self.runner_up.us / self.chosen.us - 1.0 if self.runner_up else 0.0
 
 
@@ -197,8 +196,8 @@ def _safe_regrets(
 ) -> dict[Priced, float]:
     """Return the largest regret of each of `others` that no perturbation makes lose much.
 
-    A constant that is wrong should neither make a loss of a gain, beyond `RISK`, nor leave a
-    candidate far behind the one that would have been taken had it been known.
+    A wrong constant should neither turn a gain into a loss, beyond `RISK`, nor leave a candidate
+    far behind the one that would have been taken with the right constant.
     """
     all_rates = (rates, *rates.perturbed())
 
@@ -219,7 +218,7 @@ def _safe_regrets(
     best = [min(of_rates) for of_rates in zip(was, *known, strict=True)]
     left = 1.0 - max((share for _, share in rates.uncertainty), default=0.0)  # of any time
     for place, r in enumerate(all_rates):
-        for one in behind:  # most cannot be the fastest, which is quicker to tell than their price
+        for one in behind:  # most cannot be the fastest: their bound is quicker to tell
             if one.us * left < best[place] and least_us(work, one.candidate, r) < best[place]:
                 best[place] = min(best[place], price(work, one.candidate, r))
     return {
@@ -229,7 +228,7 @@ def _safe_regrets(
 
 
 def _place(one: Priced, regrets: Mapping[Priced, float]) -> tuple[object, ...]:
-    """Return where a candidate stands: those near the best by how simple they are."""
+    """Return the sort key of a candidate: those near the best by how simple they are."""
     near = regrets[one] <= min(regrets.values()) + TIE
     return not near, 0.0 if near else regrets[one], one.candidate.complexity
 
@@ -252,7 +251,7 @@ def least_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
 def _busy(
     work: RegionWork, one: Work, candidate: Candidate, rates: Rates, is_forward: bool
 ) -> dict[str, float]:
-    """Return how long one work at least takes each stream."""
+    """Return the least time that one work takes on each stream."""
     rows = work.imbalance if one.is_chunked else 1.0
     in_hops = candidate.nodes != "off"
     if in_hops and goes_in_hops(one, candidate.nodes, is_forward=is_forward):

@@ -1,4 +1,4 @@
-"""How many chunks a region of experts runs in, and what chunks of any kind may change.
+"""The number of chunks of a region of experts, and numerical changes of chunks of any kind.
 
 Contract
     A function of the options and of static facts of the region: the same on every rank.
@@ -15,13 +15,13 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
 
 AUTO_CHUNKS: Final = 2
-"""What "auto" asks for where nothing can be priced: one exchange always runs beside compute."""
+"""Chunks that "auto" takes where nothing can be priced: one exchange always runs beside compute."""
 BY_PRICE: Final = Left(Reason.BY_PRICE)
 ONE_CHUNK: Final = Left(Reason.NOT_ASKED, "one chunk is asked for")
 
 
 class NumericalChange(enum.Enum):
-    """What chunks change where the options ask for them. Values are what reports print."""
+    """Numerical changes of chunks where the options ask for them. Values are printed in reports."""
 
     BY_TOKENS = (
         "chunks of tokens: a weight's gradient is summed over chunks, off by at most "
@@ -35,20 +35,20 @@ class NumericalChange(enum.Enum):
 
 
 LAST_BITS: Final = "last bits may differ: a CPU may round a row by where it lies in memory"
-"""How remarks begin on what runs in parts, and keeps operators, rows and their order."""
+"""Beginning of remarks on parts that keep operators, rows and their order."""
 
 
 def last_bits_remark(why: str) -> str:
-    """Return what a report says of parts whose last bits may differ, and of no others."""
+    """Return the remark on parts whose last bits may differ, and no other bits."""
     return f"{LAST_BITS} ({why}; docs/numerics.md)"
 
 
 def plan_num_chunks(
     config: MegaMoEConfig, num_experts: int, decision: Decision | None = None
 ) -> tuple[int, Left | None]:
-    """Return the number of chunks for so many local experts, and why it is not what was asked.
+    """Return the number of chunks for so many local experts, and why it is not the number asked.
 
-    "auto" is what the planner decided, where it could.
+    "auto" takes the planner's decision, where there is one.
     """
     chosen = None if decision is None else decision.chosen.candidate
     divides = num_experts > 1 or (chosen and chosen.chunk_by == "tokens")

@@ -1,4 +1,4 @@
-"""What the options leave to the planner, and its decision for one region.
+"""The choices that options leave to the planner, and its decision for one region.
 
 Contract
     None where nothing is left to it, or where ranks might decide apart: without the promise of
@@ -38,7 +38,7 @@ from moe_compile.plan.uneven_price import choose_uneven
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gathering:
-    """What a region would take whose tokens are gathered, and how it would round."""
+    """The work and the rounding of a region with its tokens gathered."""
 
     work: RegionWork | None
     rounding: Rounding
@@ -46,15 +46,15 @@ class Gathering:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hopping:
-    """What a region would send in two hops, and whether that may round."""
+    """The messages of a region in two hops, and whether its results may round."""
 
     shape: HopShape
     can_be_exact: bool
     rounding: NodeRounding | None
-    """Of sums on the nodes; None where these are not to be made."""
+    """Rounding of sums on the nodes; None where sums may not be made there."""
     weighted: frozenset[str] = frozenset()
-    """Of `dispatch` and `combine` those whose messages of eight bits are of other numbers than the
-    flat exchange packs."""
+    """Those of `dispatch` and `combine` whose messages in eight bits pack other numbers than the
+    flat exchange."""
 
 
 def decide_experts(
@@ -94,7 +94,7 @@ def decide_experts(
 
 
 def asks_planner(config: MegaMoEConfig, *, can_gather: bool, can_hop: bool = False) -> bool:
-    """Whether the options leave something of a MoE region to the planner that it may decide."""
+    """Whether the options leave a choice for a MoE region that the planner may make."""
     left = [config.chunks, config.dispatch_wire, config.combine_wire]
     left += [config.dispatch] if can_gather else []
     left += [config.nodes, config.hop_slices] if can_hop else []
@@ -109,9 +109,9 @@ def experts_rule(
     *,
     may_split_rows: bool = False,
 ) -> Callable[[Candidate], bool]:
-    """Return which candidates for a MoE region the options allow.
+    """Return a predicate: whether the options allow a candidate for a MoE region.
 
-    What "auto" may change, `numerics` says. `may_split_rows`: nothing needs all rows of an expert.
+    `numerics` bounds the changes by "auto". `may_split_rows`: nothing needs all rows of an expert.
     """
     axes = _axes(config, may_split_rows=may_split_rows)
     gathers = rounding is not None and may_gather(config, rounding)
@@ -141,7 +141,7 @@ def experts_rule(
 
 
 def _axes(config: MegaMoEConfig, *, may_split_rows: bool) -> tuple[str, ...]:
-    """Return what chunks may be of: either where the number and the edges are left open too."""
+    """Return the axes that chunks may have: both if the number and the edges are open too."""
     if config.chunk_by != "auto":
         return (config.chunk_by,)
     is_open = config.chunks == "auto" and config.chunk_edges == "even" and may_split_rows
@@ -160,7 +160,7 @@ def may_hop(
 ) -> bool:
     """Whether the options let the planner send a region in two hops as a candidate says.
 
-    In slices alone, by `chunk_by`, they have no price.
+    Two hops in slices alone, asked for by `chunk_by`, have no price.
     """
     parts = candidate.num_chunks, candidate.hop_slices
     if config.chunk_by == "tokens":
@@ -180,9 +180,9 @@ def may_hop(
 
 
 def _repacks(config: MegaMoEConfig, candidate: Candidate, hopping: Hopping) -> bool:
-    """Whether hops in eight bits would round otherwise than the flat exchange, which must not be.
+    """Whether hops in eight bits would round unlike the flat exchange, and may not.
 
-    Sums of nodes are packed again; what rows are made of is packed in place of weighted rows.
+    Sums of nodes are packed again; weighted rows are packed without their weights.
     """
     if config.allows("lossy"):
         return False
@@ -193,7 +193,7 @@ def _repacks(config: MegaMoEConfig, candidate: Candidate, hopping: Hopping) -> b
 
 
 def _is_asked(num_chunks: int, option: int | str, num_parts: int) -> bool:
-    """Whether the option allows so many chunks; one stands for numbers that are not tried."""
+    """Whether the option allows so many chunks; one chunk stands for numbers that are not tried."""
     if option == "auto":
         return True
     is_tried = option in CHUNKS and num_parts % int(option) == 0
@@ -212,7 +212,7 @@ def _is_wired(candidate: Candidate, work: RegionWork, config: MegaMoEConfig) -> 
 def _is_wire(
     exchange: str, wire: str, option: str, work: RegionWork, config: MegaMoEConfig
 ) -> bool:
-    """Whether the option of an exchange allows a communication dtype that is tried for it."""
+    """Whether the option of an exchange allows it a communication dtype that is tried."""
     if option == "auto":
         return wire == "same" or (wire in WIRES and config.allows("lossy"))
     return wire == named_wire(exchange, option, work)
@@ -230,7 +230,7 @@ def room_bytes(work: RegionWork, config: MegaMoEConfig) -> float:
 
 
 def wires_tried(config: MegaMoEConfig) -> tuple[str, ...]:
-    """Return the communication dtypes that are tried: another than "auto" has where it is named."""
+    """Return the communication dtypes that are tried: those of "auto", and any that is named."""
     named = FORWARD_ALONE in (config.dispatch_wire, config.combine_wire)
     return (*WIRES, FORWARD_ALONE) if named else WIRES
 
@@ -244,7 +244,7 @@ def choose(
 ) -> Decision:
     """Return the decision among the candidates for `work` that are allowed.
 
-    `axes` are what chunks may be of.
+    `axes` are the axes that chunks may have.
     """
     candidates = list_candidates(work, axes, wires_tried(config))
     allowed = frozenset(filter(is_allowed, candidates))
@@ -276,11 +276,11 @@ def _chosen(
 
 @functools.lru_cache(maxsize=16)
 def _price_of(work: RegionWork) -> Price:
-    """Return what prices candidates of `work`, each once: other options ask for the same ones."""
+    """Return a cached price of candidates of `work`: other options ask for the same ones."""
     known = functools.lru_cache(maxsize=None)(functools.partial(price_us, work))
 
     def price(asked: RegionWork, candidate: Candidate, rates: Rates) -> float:
-        del asked  # `work` it is
+        del asked  # always `work`
         return known(candidate, rates)
 
     return price

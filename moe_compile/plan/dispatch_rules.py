@@ -25,19 +25,19 @@ from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.token_regions import TokenRows, TokenSum
 
 MEASURED_SHARE: Final = 0.75
-"""Of n, k beyond which gathering was faster: Mixtral-8x7B shapes, 8 GPUs (figure 7 there)."""
+"""Share of n beyond which, for k, gathering was faster: Mixtral-8x7B shapes, 8 GPUs (figure 7)."""
 EXACT_ADDENDS: Final = 2
-"""Rows whose sum does not depend on the order: beyond, each order rounds in its own way."""
+"""Largest number of rows whose sum does not depend on the order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchCosts:
-    """What moving the rows of one region costs either way."""
+    """Costs of moving the rows of one region either way."""
 
     num_ranks: int
     rows_per_token: int
     row_bytes: int
-    """Bytes of a row as it is gathered, without the numbers and factors that go with it."""
+    """Bytes of a row as it is gathered, without the numbers and factors sent with it."""
 
     @property
     def all_to_all_bytes(self) -> float:
@@ -57,7 +57,7 @@ class DispatchCosts:
 
     @property
     def by_measurement(self) -> bool:
-        """Whether gathering was faster where it was measured."""
+        """Whether gathering was faster in the measurement."""
         return self.rows_per_token > MEASURED_SHARE * self.num_ranks
 
 
@@ -83,11 +83,11 @@ class Rounding:
     (m - 1) eps / 2 of the sum of their magnitudes, to first order (Higham, section 4.2), and two
     orders differ by at most twice that. A weighted sum adds products before it rounds: each rank's
     share of it is rounded once more, at most m shares. The gradient of a weight is a product of
-    two vectors of D numbers, off by at most D eps / 2 in whatever order (section 3.1 there).
+    two vectors of D numbers, off by at most D eps / 2 in any order (section 3.1 there).
     """
 
     num_addends: int | None
-    """Numbers that each sum adds; None where they are not proven to be one number."""
+    """Numbers that each sum adds; None where they are not proven to be equally many."""
     is_weighted: bool
     gradient_bound_eps: int | None = 0
     """Largest difference of a weight's gradient, as `bound_eps`; 0 where weights have none."""
@@ -99,7 +99,7 @@ class Rounding:
 
     @property
     def numerics(self) -> str:
-        """What the option `numerics` must be at least for "auto" to choose it."""
+        """The least value of the option `numerics` at which "auto" may choose it."""
         if self.is_bitwise:
             return "exact"
         is_bounded = self.bound_eps is not None and self.gradient_bound_eps is not None
@@ -115,7 +115,7 @@ class Rounding:
 
 
 def quantises_rows(config: MegaMoEConfig) -> bool:
-    """Whether a wire option asks for rows of eight bits, which gathered tokens have none of."""
+    """Whether a wire option asks for rows of eight bits, which gathered tokens do not have."""
     return any(wire.startswith("fp8") for wire in (config.dispatch_wire, config.combine_wire))
 
 

@@ -1,4 +1,4 @@
-"""What a region takes in one chunk, flat and in two hops: for reports.
+"""Times of a region in one chunk, flat and in two hops: for reports.
 
 Contract
     Predicted for the profile, forward and backward of all the work around the region. Where sizes
@@ -27,7 +27,7 @@ class HopPrices:
 
     shape: HopShape
     us: Mapping[str, float]
-    """By the value of the option; empty where nothing is priced."""
+    """Value of the option -> time; empty where nothing is priced."""
 
 
 def price_hops(
@@ -37,7 +37,7 @@ def price_hops(
     hardware: HardwareProfile,
     layer: TracedNodes,
 ) -> HopPrices:
-    """Return what the region takes in its `layer`."""
+    """Return the times of the region in its `layer`, flat and in two hops."""
     work = None if isinstance(proof, Left) else work_of_experts(region, proof, hardware, layer)
     if work is None:
         return HopPrices(shape=shape, us={})

@@ -1,13 +1,13 @@
-"""How far sums per token may be from exact ones where they are made on the nodes first.
+"""Error bounds of sums per token that are made on the nodes first.
 
 Contract
     A bound on |error|, over the sum S of the magnitudes of a sum's terms: of the very terms that
     the model adds up.
 
 A sum is made in float32, on each node, then of the nodes' sums at home: each term takes part in
-fewer additions than there are terms. To the type of the sum, with unit roundoff u, are rounded the
-products of rows and weights where these are no rows of that type yet, the sum of a node, and that
-at home:
+fewer additions than there are terms. Three values are rounded to the type of the sum, with unit
+roundoff u: the products of rows and weights where these are no rows of that type yet, the sum of
+a node, and the sum at home:
 
     |error| <= ((1 + u)^3 - 1) S + (k + 2) 2^-24 S        k terms; float64 sums with 2^-53
 
@@ -33,16 +33,16 @@ from moe_compile.regions.token_regions import TokenRows
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRounding:
-    """What the sums of one region may be off by."""
+    """Error bounds of the sums of one region."""
 
     num_addends: int
-    """Of a sum of results, what it is added to included."""
+    """Number of terms of a sum of results, the number it is added to included."""
     dtype: torch.dtype
-    """Of a sum."""
+    """Type of a sum."""
     gradient_bound_eps: int | None
-    """As of `dispatch_rules.Rounding`: products of rows and gradients are added up elsewhere."""
+    """The same as in `dispatch_rules.Rounding`: products of rows and gradients add up elsewhere."""
     in_eight_bits: tuple[str, ...] = ()
-    """Of which sums, `results` and `gradients`, the terms travel in eight bits."""
+    """Those of the sums `results` and `gradients` whose terms travel in eight bits."""
 
     @property
     def bound(self) -> float:
@@ -51,13 +51,13 @@ class NodeRounding:
 
     @property
     def bound_in_eight_bits(self) -> float:
-        """The same where terms travel in eight bits, beside `bound_of_blocks`."""
+        """Largest such error where terms travel in eight bits, beside `bound_of_blocks`."""
         packed = (1 + error_bound(1.0, 0.0)) ** 2
         return packed * ((1 + self.unit) ** 5 + (self.num_addends + 2) * self.unit_of_sums) - 1
 
     @property
     def bound_of_blocks(self) -> float:
-        """What is added for the sum of the largest magnitudes of the terms' blocks of columns."""
+        """Error added per sum of the largest magnitudes in the terms' blocks of columns."""
         packed = (1 + error_bound(1.0, 0.0)) ** 2 * (1 + self.unit) ** 5
         return 2 * packed * error_bound(0.0, 1 / E4M3_MAX)
 
@@ -73,12 +73,12 @@ class NodeRounding:
 
     @property
     def numerics(self) -> str:
-        """What the option `numerics` must be at least for "auto" to choose it."""
+        """The least value of the option `numerics` at which "auto" may choose it."""
         return "lossy" if self.gradient_bound_eps is None else "bounded"
 
 
 def node_rounding_of(found: TokenRows, in_eight_bits: tuple[str, ...] = ()) -> NodeRounding | None:
-    """Return how sums per token round that are made on the nodes; None: no bound is known.
+    """Return the rounding of sums per token that are made on the nodes; None: no known bound.
 
     `in_eight_bits` is that of `NodeRounding`.
     """

@@ -1,4 +1,4 @@
-"""What the one planning pass decided: a value that ranks compare and later passes apply.
+"""The decisions of the one planning pass: a value that ranks compare and later passes apply.
 
 Contract
     Decisions only: no prose of a report, no predicted time, no name of a hardware profile. Ranks
@@ -20,12 +20,12 @@ class RegionPlan:
     group: str
     """Name of the process group of its exchanges; "" where there is no region."""
     num_chunks: int = 1
-    """Chunks it runs in, or groups of heads; where tokens are gathered, slices of tokens."""
+    """Number of chunks, or of groups of heads; of slices of tokens where tokens are gathered."""
     unproven: str = ""
-    """Name of the reason for which it is left whole; "" where it is proven."""
+    """Name of the reason why it is left whole; "" where it is proven."""
 
     def as_written(self) -> Self:
-        """Return the plan of the same region where nothing of what was decided is done."""
+        """Return the plan of the same region with none of the decisions carried out."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.default is MISSING}
         return type(self)(**kept, unproven=self.unproven)
 
@@ -37,25 +37,25 @@ class ExpertsPlan(RegionPlan):
     num_ranks: int
     num_local_experts: int
     by_tokens: bool = False
-    """Whether a chunk has a share of every expert's rows; else the rows of some experts."""
+    """Whether a chunk has a share of every expert's rows; if not, all rows of some experts."""
     by_load: bool = False
-    """Whether which experts a chunk has follows from the rows they have."""
+    """Whether the experts of a chunk follow from the rows they have."""
     dispatch: str = "all_to_all"
-    """What moves the tokens, as the option names it."""
+    """The collective that moves the tokens, as the option names it."""
     num_tokens: int = 0
     """Tokens of each rank where they are gathered and known when compiling, else 0: all ranks
     gather as many."""
     rows_per_token: int = 0
     """Rows of each rank over its tokens where these are gathered, else 0."""
     nodes: str = "off"
-    """Whether its rows come in two hops, as the option names it."""
+    """Whether its rows travel in two hops, as the option names it."""
     num_nodes: int = 1
-    """Nodes that the ranks are on, where they do."""
+    """Nodes that the ranks are on, in two hops."""
     hop_slices: int = 1
-    """Slices of tokens that hop 1 goes in, where they do, beside chunks of experts."""
+    """Slices of tokens that hop 1 goes in, in two hops, beside chunks of experts."""
     dispatch_wire: str = "same"
     combine_wire: str = "same"
-    """Number format its rows travel in, as the options name it."""
+    """Number format of its rows on the wire, as the options name it."""
 
     @property
     def gathers(self) -> bool:
@@ -64,7 +64,7 @@ class ExpertsPlan(RegionPlan):
 
     @property
     def is_in_two_hops(self) -> bool:
-        """Whether rows come in two hops, a token crossing to a node once."""
+        """Whether rows travel in two hops, a token crossing to a node once."""
         return self.nodes != "off"
 
     @property
@@ -79,11 +79,11 @@ class ExpertsPlan(RegionPlan):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewritePlan:
-    """What one rewrite after those of regions does."""
+    """The proposals of one rewrite after those of regions."""
 
     name: str
     proposals: tuple[str, ...]
-    """As they print."""
+    """The proposals as printed."""
     is_of_regions: bool = False
     """Whether it touches nothing but exchanges of regions."""
 

@@ -1,13 +1,13 @@
-"""A hash of what the passes decided, which ranks compare before they run.
+"""A hash of the passes' decisions, which ranks compare before they run.
 
 Contract
     Covers decisions, the options that change code, and the collectives to run; no prose of a
     report, no predicted time, no name of a hardware profile.
 
-Which collectives send one input of the program, and nothing else that needs a gradient.
-Says so of a Dynamo graph, before its backward is derived: of its nodes and of which of them
-need gradients, never of sizes. The gradient of such an input is what the collective's backward
-gives, or a function of it; that of any other goes on into the backward of other operators.
+It also covers which collectives send one input of the program and nothing else that needs a
+gradient. This is read off a Dynamo graph before its backward is derived: off its nodes and which
+of them need gradients, never off sizes. The gradient of such an input is the result of the
+collective's backward, or a function of it; any other goes on into the backward of other operators.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from moe_compile.graph.query import has_gradient, is_launch
 from moe_compile.plan.state import CompileState
 
 SAYS_NOTHING: Final = frozenset({"report", "strict", "hardware", "step_peak_bytes", "routing_skew"})
-"""Options that change no launch: where and how reports are made, and what prices are taken from.
-What is decided by price is among the decisions themselves."""
+"""Options that change no launch: where and how reports are made, and the sources of prices.
+Decisions made by price are in the hash themselves."""
 
 
 def level_value(graph: fx.Graph, state: CompileState, *, dropped: Iterable[str]) -> dict[str, Any]:
-    """Return what one graph's Dynamo-level passes decided, and how they left `graph`.
+    """Return the decisions of one graph's Dynamo-level passes, and facts of the `graph` they left.
 
     `dropped` has the names of passes left out.
     Where ranks promise equal sizes the order of launches follows from all dependences between them,
     and in parts of the batch from the products there are.
-    Which gradients are sent otherwise is decided in the backward graph, which comes later: by
-    where these go, which follows from what the collectives send.
+    Which gradients are sent in another format is decided in the later backward graph. It follows
+    from where they go, and so from the inputs that collectives send.
     """
     are_gradients_sent_otherwise = state.config.gradient_wire != "same"
     return {
@@ -56,8 +56,8 @@ def plan_digest(
 ) -> str:
     """Return a hash of the decisions, the options that change code, and the collectives to run.
 
-    `collectives` are by process group, groups in the order of the graph: by that order they are
-    called, since groups of one axis have other names on other ranks.
+    `collectives` are by process group, groups in the order of the graph. Their place in it is their
+    name in the hash, since groups of one axis have other names on other ranks.
     """
     options = {f.name: getattr(config, f.name) for f in fields(config)}
     options = {name: value for name, value in options.items() if name not in SAYS_NOTHING}
@@ -68,11 +68,11 @@ def plan_digest(
 
 
 def groups_rewritten(state: CompileState, collectives: Mapping[str, Sequence[str]]) -> set[str]:
-    """Return the process groups on which a rewritten program may launch anything but as written.
+    """Return the process groups whose launches a rewritten program may have changed.
 
     Those of exchanges, which are chunked, reordered or saved; and those whose collectives may pass
-    one another, or have their gradients sent otherwise. A rewrite that is no region's may have
-    moved any of them.
+    one another, or have their gradients sent in another format. A rewrite of anything but a region
+    may have moved any of them.
     """
     if state.config.gradient_wire != "same" or state.has_outside_rewrites:
         return set(collectives)
@@ -85,7 +85,7 @@ def groups_rewritten(state: CompileState, collectives: Mapping[str, Sequence[str
 
 
 def send_one_input(graph: fx.Graph) -> list[bool]:
-    """Return, for each launch, whether one input of the graph is all it has a gradient for."""
+    """Return, for each launch, whether it has a gradient for one input of the graph alone."""
     return [_sends_one_input(node) for node in graph.nodes if is_launch(node)]
 
 

@@ -1,4 +1,4 @@
-"""Regions of one Dynamo graph: as they were found, and with what was decided on each.
+"""Regions of one Dynamo graph: as found, and with the decisions on each.
 
 Contract
     Holds nodes of the graph and is stale once the graph is rewritten: reports may read its numbers
@@ -41,14 +41,14 @@ class Found(Generic[R]):
 
     @property
     def name(self) -> str:
-        """Return the name of the region, or of what is none."""
+        """Return the name of the region, or of the candidate that is none."""
         region: Region | Verdict = self.region
         return region.candidate if isinstance(region, Verdict) else region.name
 
     def verdicts(
         self, config: MegaMoEConfig, left: Mapping[str, Left | None]
     ) -> dict[str, Verdict]:
-        """Return by option the verdict on what is not done to it, as `left` says."""
+        """Return option -> the verdict on why it is not carried out, as `left` says."""
         return {
             option: judged(
                 config,
@@ -78,7 +78,7 @@ class FoundExperts(Found[MoERegion]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """What detection found in one Dynamo graph."""
+    """The findings of detection in one Dynamo graph."""
 
     by_kind: Mapping[str, tuple[Found[Any], ...]] = field(default_factory=dict)
     """Name of a kind -> its candidates."""
@@ -93,27 +93,27 @@ class Findings:
 
     @property
     def experts(self) -> tuple[FoundExperts, ...]:
-        """Return those of experts by counts."""
+        """Return the experts by counts."""
         found = (one for each in self.by_kind.values() for one in each)
         return tuple(one for one in found if isinstance(one, FoundExperts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned(Generic[R]):
-    """A candidate of one kind of region with its plan, and what led to it."""
+    """A candidate of one kind of region with its plan, and the grounds for it."""
 
     found: Found[R]
     plan: RegionPlan
     option: str = "chunks"
     """The option that asks for its new form."""
     left: Mapping[str, Verdict] = field(default_factory=dict)
-    """Option -> why what it stands for is not done."""
+    """Option -> why it is not carried out."""
     decision: Decision | None = None
-    """What the planner chose and against what; None where nothing was left to it."""
+    """The planner's choice and its alternatives; None where nothing was left to it."""
     not_priced: str = ""
-    """Why torch does not trace the region's layer by itself, where the planner asked for it."""
+    """Why torch cannot trace the region's layer by itself, where the planner asked for it."""
     remarks: tuple[str, ...] = ()
-    """What its new form may change, as a report says it."""
+    """Changes that its new form may make, as a report says them."""
 
     @property
     def is_rewritten(self) -> bool:
@@ -130,30 +130,30 @@ class Planned(Generic[R]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedExperts(Planned[MoERegion]):
-    """A MoE region with its plan, and what applying it takes."""
+    """A MoE region with its plan, and the analyses needed to apply it."""
 
     found: FoundExperts
     plan: ExpertsPlan
     proof: RowProof | Left
-    """That of the region as it is planned: replayed, it may be refused for more than it was."""
+    """Proof for the region as it is planned: replayed, it may be refused for more than it was."""
     gathered: GatheredForm | None = None
     """How its tokens are gathered, where they are."""
     two_hops: TwoHopForm | None = None
-    """How its rows come in two hops, where they do."""
+    """How its rows travel in two hops, where they do."""
     around: Effects | None = None
-    """What stays of it and around it, where it is rewritten."""
+    """The nodes that remain of it and around it, where it is rewritten."""
     costs: DispatchCosts | None = None
     """Bytes and padding either way; None where the gather or the sum was not found."""
     rounding: Rounding | None = None
     """How its sums per token may differ; None where tokens are not gathered."""
     hop_prices: HopPrices | None = None
-    """What it takes flat and in two hops; None where that is not asked for or cannot be."""
+    """Its times flat and in two hops; None where that is not asked for or cannot be."""
     node_rounding: NodeRounding | None = None
-    """The same where sums are made on the nodes; else None."""
+    """How its sums per token on the nodes may differ; None where they are not made there."""
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether the region gets another form, its exchanges' number format apart."""
+        """Whether the region gets another form, not counting the number format of its exchanges."""
         return self.plan.gathers or self.plan.is_in_two_hops or self.plan.is_chunked
 
     @property
@@ -165,7 +165,7 @@ class PlannedExperts(Planned[MoERegion]):
 
     @property
     def row_bytes(self) -> Mapping[str, int]:
-        """Return of `dispatch` and `combine` the bytes of a row as it travels; 0 when unknown."""
+        """Return `dispatch` and `combine` -> bytes of a row as it travels; 0 when unknown."""
         return {
             name: before
             if self.plan.wire(name) == "same" or (rows := self.found.rows[name]) is None
@@ -174,9 +174,9 @@ class PlannedExperts(Planned[MoERegion]):
         }
 
     def unquantised(self) -> Self:
-        """Return the same with rows that travel as the model sends them.
+        """Return the same region with rows in the model's number format.
 
-        In two hops rows are packed where these are emitted, not by `quantize_exchanges`.
+        In two hops rows are packed where the hops are emitted, not by `quantize_exchanges`.
         """
         if self.plan.is_in_two_hops:
             return self

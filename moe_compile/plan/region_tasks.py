@@ -1,29 +1,29 @@
 """Time of one candidate: the work of its region as tasks on a compute stream and links.
 
 Contract
-    Tasks run by `cost/tasks.py`, on the streams of `cost/events.py`: the ones the
-    scheduler's own estimate keeps time with, in the order it looks for: what the next exchange
-    needs comes first, what none needs fills gaps. Forward and backward are priced one after
-    the other, each from its own traced graph.
-    Of what two hops spare the gather of the flat rows is taken off, tokens read and rows written,
-    where rows are copied; for their sum at home nothing, but in eight bits.
-    In eight bits a row is packed in front of the first hop, handed on as it came, and unpacked
+    Tasks run by `cost/tasks.py`, on the streams of `cost/events.py`, with which the scheduler
+    makes its own estimate, in the order it looks for: tasks that the next exchange needs come
+    first, those that none needs fill gaps. Forward and backward are priced one after the other,
+    each from its own traced graph.
+    Two hops spare the gather of the flat rows. It is taken off, tokens read and rows written,
+    where rows are copied; for their sum at home nothing is taken off, but in eight bits.
+    In eight bits a row is packed in front of the first hop, handed on as received, and unpacked
     behind the second; sums of a node are packed anew on their way home.
     Experts are chosen evenly.
     A gather that makes rows for an exchange in eight bits alone is done by the kernel that packs
-    them, and one that is all that reads what came by the kernel that unpacks
+    them, and a gather that is the only reader of received rows by the kernel that unpacks
     (`passes/fold_row_moves.py`): rows are neither written nor read between the two.
 
 Pseudo-code
-    work of the region: one task per chunk, of its share; else one task
+    work of the region: one task per chunk, of its share; other work: one task
     the first exchange of a chunked region needs its rows sorted by chunk
-    who needs the whole of chunked work needs its chunks joined: concatenated, rows sorted back too;
-    but for sums per token as one operator, which read chunks as they came
+    a reader of the whole of chunked work needs its chunks joined: concatenated, rows sorted back
+    too; but for sums per token as one operator, which read chunks as received
     a compiler sorts rows in the kernel that makes them, and joins them in those that read them
     a launch is an operator on the compute stream
     an exchange in eight bits: packed before, unpacked after; gathers of rows are done on the way,
-    and chunks that the whole is read of are unpacked once they are joined
-    an exchange in two hops: what `cost/hop_tasks.py` says, in its parts, each hop on its link
+    and chunks that are read as a whole are unpacked once they are joined
+    an exchange in two hops: the tasks of `cost/hop_tasks.py`, in its parts, each hop on its link
     chunks are equal unless their loads are stated: rows, sent rows and weights of each
 """
 
@@ -52,21 +52,21 @@ from moe_compile.hardware.products import Product
 from moe_compile.plan.candidates import Candidate
 
 WHOLE: Final = -1
-"""Key of a task that no chunk divides."""
+"""Key of a task that is not divided into chunks."""
 GRADIENT_SUM: Final = 3.0
 """Passes over a weight's gradient to add one chunk's to the others': two reads and a write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What one chunk has of an even rank's whole region."""
+    """Shares of one chunk in an even rank's whole region."""
 
     rows: float
-    """Of the rows, as this rank computes them."""
+    """Share of the rows that this rank computes."""
     sent: float
-    """Of the rows, as the exchange lasts: those of the rank that has most of them."""
+    """Share of the rows that the exchange lasts for: the rows of the rank that has most."""
     weights: float
-    """Of the weights."""
+    """Share of the weights."""
 
 
 def price_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
@@ -79,14 +79,14 @@ def tasks_of(
 ) -> list[Sequence[Task]]:
     """Return the tasks of the forward, then the backward; `loads` are of each chunk.
 
-    Loads change how long tasks take, not which there are.
+    Loads change the time of tasks, not their number.
     """
     work = work.by_dispatch(candidate.dispatch)
     return [_Phase(work, one, candidate, rates, tuple(loads)).tasks() for one in work.phases]
 
 
 def fastest(tasks: Sequence[Task], rates: Rates) -> TaskTimeline:
-    """Return the better of two orders: a scheduler has more, and takes the fastest."""
+    """Return the better of two orders: a scheduler tries more, and takes the fastest."""
     slower = rates.contention, rates.overlap_slowdown
     of_node = rates.intra_node_overlap_slowdown
     runs = (run_tasks(tasks, *slower, priority, node_slowdown=of_node) for priority in Priority)
@@ -102,7 +102,7 @@ class RowFolds:
     permuted: frozenset[int]
     """Exchanges whose rows are put in order as they are unpacked."""
     spared: Mapping[int, float]
-    """Work that gathers -> bytes that it neither reads nor writes then."""
+    """Work that gathers -> bytes that it no longer reads or writes."""
 
 
 NO_FOLDS: Final = RowFolds(gathered=frozenset(), permuted=frozenset(), spared={})
@@ -131,7 +131,7 @@ def row_folds(phase: Sequence[Work], is_packed: Callable[[Work], bool]) -> RowFo
 def folds_of(region: RegionWork, phase: Sequence[Work], candidate: Candidate) -> RowFolds:
     """Return the folds of a phase of `region` as a candidate runs it.
 
-    What goes in two hops is left out: these price what they spare.
+    Exchanges in two hops are left out: their own prices take off the spared bytes.
     """
     if candidate.dispatch_wire == candidate.combine_wire == "same":
         return NO_FOLDS
@@ -156,7 +156,7 @@ class _Phase:
     loads: tuple[Load, ...] = ()
     made: TaskList = field(default_factory=TaskList)
     of_work: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Work -> chunk, or WHOLE -> the task others need."""
+    """Work -> chunk, or WHOLE -> the task that others need."""
     joined: dict[int, int] = field(default_factory=dict)
     sorts: int | None = None
     """The first exchange in chunks: before it rows are sorted."""
@@ -190,7 +190,7 @@ class _Phase:
         return work.expert is not None and self.candidate.chunk_by == "experts"
 
     def _slices(self, work: Work) -> bool:
-        """Whether a chunk reads its own part of the weights."""
+        """Whether a chunk reads only its own part of the weights."""
         return work.slices_weights and self.candidate.chunk_by != "tokens"
 
     def _needs(self, work: Work, chunk: int) -> list[int]:
@@ -215,7 +215,7 @@ class _Phase:
         return self.rates.memory_us(MOVED * nbytes * num_times, num_times)
 
     def _join(self, other: int) -> int:
-        """Return the task that makes one of what the chunks of a work made."""
+        """Return the task that joins the chunks' results of one work."""
         if other not in self.joined:
             work, parts = self.work[other], list(self.of_work[other].values())
             is_one = len(parts) == 1 or (work.makes_gradient and not self._slices(work))
@@ -238,25 +238,25 @@ class _Phase:
         return is_cut and is_whole and not self._is_read_in_pieces(other)
 
     def _is_read_in_pieces(self, other: int) -> bool:
-        """Whether all that needs the whole of a work reads its chunks where they lie."""
+        """Whether all readers of the whole of a work read its chunks in place."""
         whole = [w for w in self.work if other in w.needs and not w.is_chunked]
         return bool(whole) and all(reader.reads_pieces for reader in whole)
 
     def _join_messages_us(self, work: Work) -> float:
-        """Return the time of it: messages read and written, read, and rows written."""
+        """Return the time to join and unpack: messages read, written and read, rows written."""
         share = self._share_of(work)
         return self.rates.memory_us((1.0 + share * (1.0 + MOVED)) * work.written, 2)
 
     def _share_of(self, work: Work) -> float:
-        """Return the bytes of what travels of a work over those of the model's number format."""
+        """Return the bytes of a work's rows as sent over those in the model's number format."""
         is_forward, kind = self._is_forward, work.exchange
         return self.candidate.wire_share(self.region, kind, is_forward=is_forward)
 
     def _to_sort_back(self, other: int) -> tuple[float, int]:
         """Return the passes over the joined rows of a work before they are read, and kernels.
 
-        A reader that fuses with what it reads sorts them in place of reading them as they came; if
-        it computes with them they are written for the backward.
+        A reader that fuses with its inputs sorts them while it reads; if it computes with them they
+        are written for the backward.
         """
         of_all = [w for w in self.work if other in w.needs and not w.is_chunked]
         passes = MOVED * self.region.writes_joined
@@ -338,7 +338,7 @@ class _Phase:
     def _add_hops(self, work: Work) -> dict[int, int]:
         """Return the last task of each chunk of an exchange in two hops.
 
-        What sums rows has one, and what copies them sends all tokens at once.
+        An exchange that sums rows has one last task; one that copies them sends all tokens at once.
         """
         chunks, is_forward = self._chunks_of(work), self._is_forward
         is_copy = work.exchange == _copies(is_forward)
@@ -363,7 +363,7 @@ class _Phase:
         return self.made.add("unpack", unpack_us, [done])
 
     def _rows_packed(self, index: int, rows: float) -> float:
-        """Return the bytes read to pack `rows`; of rows that a kernel sorts, all are counted."""
+        """Return the bytes read to pack `rows`; all are counted where a kernel sorts the rows."""
         if index in self.folds.gathered:
             return 0.0  # those of the gather
         return self.work[index].link_bytes if index == self.sorts else rows
@@ -372,7 +372,8 @@ class _Phase:
 def goes_in_hops(work: Work, nodes: str, *, is_forward: bool) -> bool:
     """Whether an exchange goes in two hops where the option says `nodes`.
 
-    Rows of tokens forward, and gradients of their sums backward, are copies: these do by either.
+    Rows of tokens forward, and gradients of their sums backward, are copies: either option sends
+    them in two hops.
     """
     return work.exchange == _copies(is_forward) or (
         nodes == "rounded" and work.exchange == _copies(not is_forward)
@@ -430,7 +431,7 @@ def add_hops(
 def _copied_bytes(
     hops: HopShape, rows: float, share: float, num_slices: int
 ) -> tuple[float, float, float]:
-    """Return what is read and written before, between and behind the hops of copies.
+    """Return the bytes read and written before, between and behind the hops of copies.
 
     The gather of the flat rows is taken off: it reads the tokens as well, and writes as many rows.
     If these were packed they are taken off where rows are written, behind hop 2.
@@ -445,11 +446,11 @@ def _copied_bytes(
 def _summed_bytes(
     hops: HopShape, rows: float, share: float, *, is_weighted: bool
 ) -> tuple[float, float, float]:
-    """Return what is read and written before the hops of sums, on the node, and at home.
+    """Return the bytes read and written before the hops of sums, on the node, and at home.
 
-    The sum that the model would make at home, of all rows, is taken off on the node, and what
-    it writes is not counted again: of rows that are packed the sums' own are left, and that
-    they are unpacked in front of a sum and packed behind it.
+    The model's own sum at home, of all rows, is taken off on the node, and its result is not
+    counted again. With packed rows only the sums' own bytes are left, and those of unpacking
+    in front of a sum and packing behind it.
     """
     if share == 1.0:
         return hops.summed_bytes(rows)

@@ -1,4 +1,4 @@
-"""What passes hand to one another during one compilation.
+"""The values that passes hand to one another during one compilation.
 
 Contract
     One state per call of the backend; the forward and the backward graph of that call share it.
@@ -30,32 +30,32 @@ class CompileState:
     config: MegaMoEConfig
     hardware: HardwareProfile
     parts: PartsDecision | None = None
-    """In how many parts of its batch the program runs, where `batch_parts` is "auto"; None where
-    it has no batch that could be divided."""
+    """Number of parts of the batch that the program runs in, where `batch_parts` is "auto"; None
+    where no batch can be divided."""
     found: Findings = field(default_factory=Findings)
-    """Of the Dynamo graph at hand."""
+    """Findings in the Dynamo graph at hand."""
     planned: dict[str, tuple[Planned[Any], ...]] = field(default_factory=dict)
     """Name of a kind of region -> the plans of its candidates in the Dynamo graph at hand."""
     dead: tuple[fx.Node, ...] = ()
-    """What of the Dynamo graph at hand nothing needs once its MoE regions are rewritten."""
+    """Nodes of the Dynamo graph at hand that nothing needs once its MoE regions are rewritten."""
     launches: dict[str, dict[str, tuple[fx.Node, ...]]] = field(default_factory=dict)
     """MoE region of the Dynamo graph at hand -> `dispatch` and `combine` -> its launches now."""
     results: dict[str, fx.Node] = field(default_factory=dict)
-    """MoE region of the Dynamo graph at hand -> what comes back to it, in the order sent; without
-    those that sum it per token in their new form."""
+    """MoE region of the Dynamo graph at hand -> the rows that come back to it, in the order sent;
+    without regions whose new form sums them per token."""
     rewrites: tuple[RewritePlan, ...] = ()
-    """What rewrites after those of regions were applied to the Dynamo graph at hand."""
+    """Plans of the rewrites after those of regions, applied to the Dynamo graph at hand."""
     predict: Callable[[fx.GraphModule, bool], float] | None = None
-    """Returns the predicted time of a Dynamo graph, microseconds, forward and backward; to be told
-    whether it is one that the levels after it run on in any case."""
+    """Returns the predicted time of a Dynamo graph, microseconds, forward and backward; its second
+    argument says whether the later levels run on the graph in any case."""
     journal: Journal = field(default_factory=Journal)
     graph_name: str = "dynamo"
-    """Of the graph at hand, as the journal has it."""
+    """Name of the graph at hand in the journal."""
     is_recomputed: bool = False
-    """Whether the Dynamo graph at hand is computed again in the backward: all of it is inside an
+    """Whether the Dynamo graph at hand is recomputed in the backward: all of it is inside an
     activation checkpoint that keeps nothing of its own choice."""
     site: str = ""
-    """Where in the user's source the compiled code stands; the same on every rank."""
+    """Place of the compiled code in the user's source; the same on every rank."""
     is_chunked: bool = False
     """Whether some region of the compilation, attention too, runs in more than one chunk, or some
     graph on parts of its batch."""
@@ -64,45 +64,45 @@ class CompileState:
     has_work: bool = False
     """Whether there is anything for the levels after the Dynamo graph to do."""
     has_outside_rewrites: bool = False
-    """Whether a rewrite of other than exchanges of regions was applied, in the compilation."""
+    """Whether the compilation applied a rewrite of anything but exchanges of regions."""
     num_marked: int = 0
-    """Regions whose exchanges were told from those of others, in all Dynamo graphs so far."""
+    """Regions whose exchanges were marked as theirs, in all Dynamo graphs so far."""
     is_compared: bool = False
-    """Whether ranks compare what the program launches: Dynamo saw a collective in it."""
+    """Whether ranks compare the program's launches: Dynamo saw a collective in it."""
     plan_digest: str = ""
-    """Hash of what the Dynamo-level passes decided."""
+    """Hash of the decisions of the Dynamo-level passes."""
     dropped: list[str] = field(default_factory=list)
     """Passes that failed on a graph of AOTAutograd, each as `pass graph`: no later attempt to
     compile the program runs them on that graph."""
     on_pass_failed: Callable[[], None] | None = None
-    """Called with each of these: a backward graph comes when the report of its compilation is
-    written."""
+    """Called at each such failure: a backward graph is compiled after the report of its
+    compilation is written."""
     gathered_groups: set[str] = field(default_factory=set)
     """Process groups of regions whose tokens are gathered, of the whole compilation."""
     measures: dict[str, float] = field(default_factory=dict)
-    """Figures of the passes that ran on the AOTAutograd graph at hand."""
+    """Figures from the passes that ran on the AOTAutograd graph at hand."""
     is_backward: bool = False
-    """Which AOTAutograd graph is at hand."""
+    """Whether the AOTAutograd graph at hand is the backward one."""
     nominal_sizes: dict[str, int] = field(default_factory=dict)
     """Symbol -> nominal value; filled on the forward graph, read on the backward graph."""
 
     facts: GraphFacts | None = None
-    """Of the graph that a pass last looked at."""
+    """Facts of the graph that a pass last looked at."""
 
     def facts_of(self, graph: fx.Graph) -> GraphFacts:
-        """Return what is known of the graph at hand, or of a copy that a pass looks at."""
+        """Return the facts of the graph at hand, or of a copy that a pass looks at."""
         if self.facts is None or self.facts.graph is not graph:
             self.facts = GraphFacts(graph)
         return self.facts
 
     def begin_graph(self, name: str, *, is_recomputed: bool = False) -> None:
-        """Forget the Dynamo graph before; `name` is that of the next."""
+        """Forget the previous Dynamo graph; `name` is that of the next."""
         self.graph_name, self.is_recomputed = name, is_recomputed
         self.found, self.planned = Findings(), {}
         self.dead, self.launches, self.results, self.rewrites = (), {}, {}, ()
 
     def rename_nodes(self, now: Mapping[fx.Node, fx.Node]) -> None:
-        """Take in that the nodes of the Dynamo graph at hand are others now."""
+        """Replace the nodes of the Dynamo graph at hand by their new ones."""
         self.launches = {
             region: {name: tuple(now.get(n, n) for n in nodes) for name, nodes in each.items()}
             for region, each in self.launches.items()
@@ -110,7 +110,7 @@ class CompileState:
         self.results = {region: now.get(node, node) for region, node in self.results.items()}
 
     def withdraw(self, passes: Collection[str]) -> None:
-        """Take in which passes were left out, whose share of the plan is not carried out."""
+        """Withdraw the decisions of passes that were left out, from the plan."""
         if "rewrite_regions" in passes:
             is_asked = "rewrite_regions" in self.config.disable_passes
             why = Reason.DISABLED if is_asked else Reason.FAILED
@@ -128,7 +128,7 @@ class CompileState:
 
     @property
     def num_parts(self) -> int:
-        """Return in how many parts of its batch the program is to run."""
+        """Return the number of parts of its batch that the program is to run in."""
         asked = self.config.batch_parts
         if self.parts is not None:
             return self.parts.num_parts
@@ -136,12 +136,12 @@ class CompileState:
 
     @property
     def regions(self) -> tuple[Planned[Any], ...]:
-        """Return all that is planned of the Dynamo graph at hand."""
+        """Return all planned regions of the Dynamo graph at hand."""
         return tuple(one for each in self.planned.values() for one in each)
 
     @property
     def experts(self) -> tuple[PlannedExperts, ...]:
-        """Return those of experts by counts."""
+        """Return the planned experts by counts."""
         return tuple(one for one in self.regions if isinstance(one, PlannedExperts))
 
     @property

@@ -3,14 +3,14 @@
 Contract
     A function of the region's work, the rates and a stated routing: the same on every rank.
     Tasks are those of `region_tasks`, with the rows that each chunk has on each rank. All ranks run
-    them in the order that suits even ranks, which is all that a compiler knows.
+    them in the order that suits even ranks, the only order that a compiler knows.
     Where edges go by load, agreeing on them is counted: one all-gather of counts, and kernels.
     They are candidates only where they gain more than 1 % over even ones in as many chunks.
     Rows are expected numbers, in units of the rows that a rank has where all experts are as
-    popular; nothing is random but which expert is how popular, which follows from a seed alone.
+    popular. Only the popularity of each expert is random, and it follows from a seed alone.
 
 Pseudo-code
-    which expert is how popular: `DRAWS` draws by stated seeds; the price is their mean
+    popularity of each expert: `DRAWS` draws by stated seeds; the price is their mean
     chunks of each rank's experts: at even distances, or by the rows of each draw
     of ranks only those count that have most rows of some run of chunks
     a collective starts once it is at the front on every rank, and lasts as long as that of the rank
@@ -39,10 +39,10 @@ from moe_compile.plan.choose_plan import WORTH, Decision, Priced, Why, choose_pl
 from moe_compile.plan.region_tasks import Load, fastest, tasks_of
 
 DRAWS: Final = 4
-"""Of which expert is how popular; seeds are 0 and on."""
+"""Draws of the experts' popularity; seeds are 0 and on."""
 COUNT_BYTES: Final = 4
 AGREEING_KERNELS: Final = 8.0
-"""That make edges of all ranks' counts, before the first exchange."""
+"""Kernels that compute edges from all ranks' counts, before the first exchange."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class RoutingSkew:
     """How unevenly experts are chosen."""
 
     skew: float
-    """Exponent by which popularities fall: that of the i-th is as i ** -skew."""
+    """Exponent of the popularities: the i-th is proportional to i ** -skew."""
     rows_per_token: int
     """Distinct experts of a token."""
 
@@ -86,7 +86,7 @@ def all_ranks_us(
     rows_of: Sequence[Sequence[float]],
     groups_of: Sequence[Groups],
 ) -> float:
-    """Return how long all ranks take, each in its groups of experts, each expert with its rows."""
+    """Return the time of all ranks, each in its groups of experts, each expert with its rows."""
     of_chunks = [
         [sum(rows[expert] for expert in group) for group in groups]
         for groups, rows in zip(groups_of, rows_of, strict=True)
@@ -105,7 +105,7 @@ def all_ranks_us(
 
 
 def agreeing_us(work: RegionWork, rates: Rates) -> float:
-    """Return what it takes the ranks to agree on edges by load."""
+    """Return the time in which the ranks agree on edges by load."""
     sent = (rates.num_ranks - 1) * work.num_parts * work.num_ranks * COUNT_BYTES
     return rates.link_us(sent, is_gather=True) + rates.compute_us(0.0, 0.0, AGREEING_KERNELS)
 
@@ -142,7 +142,7 @@ def skewed_shares(skew: float, num_experts: int, top_k: int, seed: int) -> list[
 
 
 def shuffled(shares: Sequence[float], seed: int) -> list[float]:
-    """Return `shares` in an order that the seed alone says."""
+    """Return `shares` in an order that follows from the seed alone."""
     found = list(shares)
     random.Random(seed).shuffle(found)
     return found
@@ -151,8 +151,8 @@ def shuffled(shares: Sequence[float], seed: int) -> list[float]:
 def _distinct(weights: Sequence[float], top_k: int) -> list[float]:
     """Return how likely each is among `top_k` distinct ones, drawn by `weights`.
 
-    It is drawn at a time of its own, exponential by its weight, and is among those where it comes
-    before the time at which `top_k` have come on average.
+    Each is drawn at a time of its own, exponential by its weight, and is among those where that
+    comes before the time at which `top_k` have come on average.
     """
     if len(set(weights)) == 1:
         return [top_k / len(weights)] * len(weights)
@@ -171,7 +171,7 @@ def rows_of_ranks(shares: Sequence[float], num_ranks: int) -> list[list[float]]:
 
 
 def even_ranges(rows: Sequence[float], num: int) -> Groups:
-    """Return ranges of as many experts each, as megamoe cuts them."""
+    """Return ranges of equally many experts, as megamoe cuts them."""
     edges = [-(-c * len(rows) // num) for c in range(num + 1)]
     return _ranges(edges)
 
@@ -232,15 +232,15 @@ EDGES: Final = ("even", "load")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uneven:
-    """What of a flat exchange is to be decided under a routing."""
+    """The choices for a flat exchange under a routing."""
 
     routing: RoutingSkew
     exchanged: Candidate
-    """How its rows travel; its chunks are what is asked."""
+    """The number format of its rows; the number and edges of its chunks are the question."""
     numbers: tuple[int, ...]
-    """Of chunks, the region as it is first."""
+    """Numbers of chunks to choose from, the region as it is first."""
     edges: tuple[str, ...]
-    """That chunks may have; even ones where these leave no choice."""
+    """Chunk edges to choose from; even ones where these leave no choice."""
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,1 +1,1 @@
-"""What was done, in tables and JSON."""
+"""Reports of what megamoe did, in tables and JSON."""

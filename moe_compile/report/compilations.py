@@ -1,11 +1,11 @@
-"""What each compilation of this process found and did, kept for the report.
+"""Findings and rewrites of each compilation of this process, kept for the report.
 
 Contract
     Plain data: names, numbers, reasons. No graph node outlives its compilation through it.
 
-Exchanges that belong to no region: why, and what the user can do.
-Speaks of all-to-alls, and of gathers of tokens for experts: other gathers and reductions, as of
-sharded parameters, are no candidates.
+Exchanges that belong to no region are listed with a reason, and the user's remedy. These are
+all-to-alls, and gathers of tokens for experts: other gathers and reductions, as of sharded
+parameters, are no candidates.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Compilation:
     attention: list[AttentionReport] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
-    """What became of every candidate of every pass, on graphs made later too."""
+    """Outcomes of every candidate of every pass, on graphs made later too."""
     settings: str = ""
     settings_off: tuple[str, ...] = ()
     """Settings of Inductor that were asked for and are off (`torch_quirks.inductor_settings`)."""
@@ -52,17 +52,17 @@ class Compilation:
     place_of_exchange: str = ""
     """The user's line of the first all-to-all; "" without one."""
     graph_break: GraphBreak | None = None
-    """Why the graph ends before the function that it is of, None where it does not."""
+    """Why the graph ends before its function does, None where it does not."""
     left_out: list[GraphBreak] = field(default_factory=list)
     """Functions with collectives that Dynamo has left to Python so far."""
 
     @property
     def has_regions(self) -> bool:
-        """Whether there is anything for later levels to do."""
+        """Whether later levels have anything to do."""
         return bool(self.regions) or any(a.is_region for a in self.attention)
 
     def add_level(self, state: CompileState) -> None:
-        """Take over what the Dynamo-level passes did to one graph."""
+        """Add the results of the Dynamo-level passes on one graph."""
         said = [
             kind.say(one, state.config)
             for kind in KINDS
@@ -74,7 +74,7 @@ class Compilation:
         self.unmatched += unmatched(state.found.others)
 
     def run_as_written(self, why: str) -> None:
-        """Take in that the program runs as it was written, for the reason `why`."""
+        """Record that the program runs as it was written, for the reason `why`."""
         self.regions = [region.as_written(why) for region in self.regions]
         self.attention = [one.as_written(why) for one in self.attention]
 
@@ -88,36 +88,36 @@ class Compilation:
 
     @property
     def has_failures(self) -> bool:
-        """Whether one of these raised."""
+        """Whether one of the dropped passes raised."""
         return any(one.is_failure for _, one in self.journal.dropped())
 
     @property
     def rewrites(self) -> list[str]:
-        """What rewrites of whole graphs did and left, and what was predicted of it."""
+        """Rewrites of whole graphs, done and left, and the times predicted for them."""
         known = set(NAMES) - {SplitBatch.name, FuseTokenSums.name}
         results = (r for _, r in self.journal.records if r.pass_name not in known)
         return [line for r in results if isinstance(r, PassReport) for line in _rewritten(r)]
 
     @property
     def unmatched_dispatches(self) -> list[Verdict]:
-        """Exchanges that dispatch rows as those of experts do, and were not matched."""
+        """Exchanges that dispatch rows as an expert dispatch does, and were not matched."""
         return [left for left in self.unmatched if left.is_dispatch and not left.is_region]
 
     def graph_breaks(self) -> list[GraphBreak]:
-        """Return where no graph goes on."""
+        """Return the places where a graph ends."""
         return [*([self.graph_break] if self.graph_break else []), *self.left_out]
 
     def warnings(self) -> list[str]:
-        """Return what to warn of."""
+        """Return the warnings."""
         warning = self._warning_of_exchanges()
         return [*([warning] if warning else []), *map(warning_of, self.left_out)]
 
     def _warning_of_exchanges(self) -> str:
-        """Return what to warn of in this graph, "" where there is nothing.
+        """Return the warning for this graph, "" where there is none.
 
-        That is exchanges in a graph without a region, and beside regions those that dispatch rows;
-        and a graph that ends at a collective. It is the same text for one place however often that
-        is compiled: no node is named.
+        It is about exchanges in a graph without a region; beside regions, about exchanges that
+        dispatch rows; and about a graph that ends at a collective. One place has one text
+        however often it is compiled: no node is named.
         """
         left = self.unmatched_dispatches if self.has_regions else self.unmatched
         ends = self.graph_break
@@ -177,11 +177,11 @@ TELLING: Final = (
     Reason.EVEN_SPLITS,
     Reason.NO_ROWS,
 )
-"""The most telling reason first; all others after these."""
+"""Reasons in the order to report them; all others come after."""
 
 
 def unmatched(others: Iterable[Verdict]) -> list[Verdict]:
-    """Return the exchanges among `others` that a report speaks of, the most telling first."""
+    """Return the exchanges among `others` that a report lists, the most telling first."""
     rank = {reason: place for place, reason in enumerate(TELLING)}
     told = (one for one in others if one.is_told)
     return sorted(told, key=lambda one: (not one.is_region, rank.get(one.reason, len(rank))))

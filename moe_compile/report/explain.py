@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 LOG_WIDTH: Final = 120
-"""Columns when the output is no terminal but a file, and of tables that are asked for."""
+"""Width where the output is a file, no terminal, and of tables that are asked for."""
 TABLES_FROM: Final = 112
-"""Columns that the widest table needs; with fewer its cells are cut into pieces."""
+"""Width of the widest table; in fewer columns its cells are cut into pieces."""
 DETAILS: Final = f"Tables of graphs, times and memory: --verbose, or {TABLES_FROM} columns."
 
 
 def print_report(
     report: Mapping[str, Any], console: Console | None = None, *, verbose: bool = False
 ) -> None:
-    """Print one line on what was gained, then details: as tables where they fit or `verbose`."""
+    """Print one line on the gain, then details: as tables where they fit or `verbose`."""
     console = console or Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = LOG_WIDTH
@@ -43,7 +43,7 @@ def print_report(
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """Return what is exposed of a block's collectives, before and now; "" where nothing is."""
+    """Return a line on exposed communication per block, before and now; "" without exchanges."""
     timed = [g for g in report["graphs"] if {"exposed_us", "exposed_us_before"} <= g.keys()]
     timed = [g for g in timed if g.get("exchange_us")]
     if not timed:
@@ -59,7 +59,7 @@ def headline(report: Mapping[str, Any]) -> str:
 
 
 def short_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what fits a narrow terminal: a line for each region, and all that went another way."""
+    """Yield the lines for a narrow terminal: one for each region, and one for each exception."""
     rows: Counter[str] = Counter()
     for region in report["regions"]:
         rows[f"{_place(region['where'])}: {_entry(region, _short_verdict(region))}"] += 1
@@ -130,7 +130,7 @@ def _read_alone(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _hidden(graphs: Sequence[Mapping[str, Any]]) -> str:
-    """Return what of all exchanges is hidden, "" where nothing is exchanged."""
+    """Return a line on the hidden share of all exchanges, "" where there are none."""
     hidden, all_of_it = (sum(g.get(k, 0.0) for g in graphs) for k in ("hidden_us", "exchange_us"))
     if not all_of_it:
         return ""
@@ -159,7 +159,7 @@ def _regions(report: Mapping[str, Any]) -> Table:
 
 
 def _verdict(region: Mapping[str, Any], graphs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the verdict; of a region in one piece, what of its graphs' exchanges is hidden."""
+    """Return the verdict; for a region left whole, the hidden time of its graphs' exchanges."""
     if region["verdict"] != "left whole":
         return str(region["verdict"])
     own = {g["phase"]: g for g in graphs if g["where"] == region.get("graph")}
@@ -216,7 +216,7 @@ def _graphs(report: Mapping[str, Any]) -> Table:
 
 
 def _slowdowns(report: Mapping[str, Any]) -> str:
-    """Say by how much compute and collectives slow each other in the times of the graphs."""
+    """Return a line on how compute and collectives slow each other in the times of the graphs."""
     by_collectives, by_compute = (
         max(graph.get(key, 0.0) for graph in report["graphs"])
         for key in ("contention", "overlap_slowdown")
@@ -228,7 +228,7 @@ def _slowdowns(report: Mapping[str, Any]) -> str:
 
 
 def _entry(found: Mapping[str, Any], verdict: str) -> str:
-    """Return what was done or why not, remarks, and what to change: a line each."""
+    """Return the verdict, remarks and remedies, a line each."""
     changes = found.get("to_do", ())  # none in reports of earlier versions
     return "\n".join([verdict, *found["remarks"], *changes])
 

@@ -1,9 +1,8 @@
-"""What was found in words: each exchange, where graphs break, and why nothing was rewritten.
+"""The findings in words: each exchange, where graphs break, and why nothing was rewritten.
 
 Contract
     Reads JSON data; imports no torch.
-    Why nothing was rewritten is one sentence, of the reason that was met first; "" where something
-    was.
+    Why nothing was rewritten is one sentence, the first reason met; "" where something was.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 WIDTH: Final = 110
 INDENT: Final = 14
-"""Columns of a line, and before its text."""
+"""Columns of a line, and of its indent."""
 ONE_GRAPH: Final = (
     "megamoe sees one graph at a time: the exchange of counts, the dispatch, the experts and the "
     "combine must lie between two breaks. Breaks elsewhere do no harm"
@@ -79,7 +78,7 @@ NOT_COMPILED: Final = "Dynamo gave megamoe no graph"
 DONE: Final = frozenset({"chunked", "all-gathered", "dispatched in two hops", "left whole"})
 """Verdicts on regions that are proven; one that is left whole is scheduled."""
 APPLIED: Final = ": applied to "
-"""In what a report says of a rewrite of another package."""
+"""Part of a report's text on a rewrite of another package."""
 
 
 def why_nothing_was_rewritten(report: Mapping[str, Any]) -> str:

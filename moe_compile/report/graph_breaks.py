@@ -1,9 +1,9 @@
-"""Where Dynamo ended a graph, or compiled nothing, and what to write instead.
+"""Places where Dynamo ended a graph, or compiled nothing, and what to write instead.
 
 Contract
-    Told is what torch itself recorded: of a graph, the reason that it gives the backend with it; of
-    code that it left to Python, what its metrics of compilations say.
-    Texts name the user's line and hold no address of memory: a place is told of once.
+    Reads torch's own records: for a graph, the reason passed to the backend with it; for code left
+    to Python, the metrics of its compilations.
+    Texts name the user's line and no memory address: each place is reported once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AUTOGRAD_FORM: Final = (
     "where gradients flow, all_to_all_single_autograd of torch.distributed._functional_collectives"
 )
 VALUE_NEEDED: Final = re.compile("^generic_jump (?:Tensor|SymNode)|data-dependent expression")
-"""How torch says that Python goes on by what a tensor holds."""
+"""Pattern in torch's reasons for breaks where Python branches on a tensor's value."""
 UNKNOWN_LENGTH: Final = re.compile("output shape depends on")
 REMEDIES: Final = (
     (
@@ -69,7 +69,7 @@ REMEDIES: Final = (
         "warnings.warn, on every rank",
     ),
 )
-"""What the reason says, what to do; the first that fits."""
+"""Pattern of the reason -> remedy; the first match counts."""
 OTHERWISE: Final = "torch.compile(..., fullgraph=True) says more of it"
 ADDRESS: Final = re.compile(
     r"<(?:built-in )?(?:function|method) (\S+) at 0x[0-9a-f]+>| at 0x[0-9a-f]+"
@@ -77,22 +77,22 @@ ADDRESS: Final = re.compile(
 EXPLANATION: Final = re.compile(r"Explanation: (.+)")
 RAISED: Final = re.compile(r"raised exception \w+\((['\"])(.+?)\1\)")
 LONGEST: Final = 300
-"""Characters of torch's reason that are told."""
+"""Limit of characters quoted of torch's reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphBreak:
-    """A place where no graph goes on."""
+    """A place where a graph ends."""
 
     where: str
     """`file.py:line in function`, the user's line."""
     why: str
     is_collective: bool
-    """Whether a collective is what is not traced."""
+    """Whether the code that is not traced is a collective."""
 
     @property
     def is_of_unknown_length(self) -> bool:
-        """Whether what is not traced is a result whose length depends on data."""
+        """Whether the code that is not traced has a result whose length depends on data."""
         return UNKNOWN_LENGTH.search(self.why) is not None
 
     def __str__(self) -> str:
@@ -101,12 +101,12 @@ class GraphBreak:
 
     @property
     def remedy(self) -> str:
-        """What the user can do about it."""
+        """Return the user's remedy."""
         return next((do for says, do in REMEDIES if says.search(self.why)), OTHERWISE)
 
 
 def graph_break(gm: fx.GraphModule) -> GraphBreak | None:
-    """Return why the Dynamo graph `gm` ends before the function it is of; None where it does not.
+    """Return why the Dynamo graph `gm` ends before its function does; None where it does not.
 
     Releases of torch that give no reason end no graph, as far as this tells.
     """
@@ -117,7 +117,7 @@ def graph_break(gm: fx.GraphModule) -> GraphBreak | None:
 
 
 def break_at(stack: Iterable[FrameSummary], reason: str) -> GraphBreak:
-    """Return what Dynamo says where it ended at `stack`, the innermost frame last."""
+    """Return Dynamo's account of a break at `stack`, the innermost frame last."""
     frames = list(stack)
     own = [frame for frame in frames if not frame.filename.startswith(TORCH)]
     collective = _collective(frames)
@@ -132,15 +132,15 @@ def break_at(stack: Iterable[FrameSummary], reason: str) -> GraphBreak:
 
 
 def forget_frames() -> None:
-    """Forget what torch recorded of the functions that it left to Python so far."""
+    """Forget torch's records of the functions it has left to Python so far."""
     getattr(dynamo_utils, "clear_compilation_metrics", int)()
 
 
 def frames_left_out() -> list[GraphBreak]:
     """Return the functions with exchanges that Dynamo left to Python.
 
-    They call a collective that is not traced; or have an all-to-all in their source, and in a loop
-    or a `with` something that is not traced, where Dynamo cannot end a graph.
+    Each calls a collective that is not traced; or has an all-to-all in its source, and untraceable
+    code in a loop or a `with`, where Dynamo cannot end a graph.
     """
     metrics: list[Any] = getattr(dynamo_utils, "get_compilation_metrics", list)()
     functions = {_code_of(m): m for m in metrics if m.co_filename}
@@ -149,7 +149,7 @@ def frames_left_out() -> list[GraphBreak]:
 
 
 def _code_of(metrics: Any) -> str:
-    """Return torch's number of the function that a compilation is of.
+    """Return torch's number of the function that was compiled.
 
     Its identifier is "FUNCTION/COMPILATION". Where the limit on compilations of a function is
     reached, torch records this number without the function's name.
@@ -175,7 +175,7 @@ def _has_exchange(function: Any, failed: Any) -> bool:
 
 
 def warning_of(one: GraphBreak) -> str:
-    """Return what to warn of where a collective is not traced."""
+    """Return the warning for a collective that is not traced."""
     return f"megamoe: no region is found around {one}. To do: {one.remedy}"
 
 
@@ -187,7 +187,7 @@ def _collective(frames: Sequence[FrameSummary]) -> str:
 
 
 def _short(reason: str) -> str:
-    """Return one sentence of what torch says."""
+    """Return one sentence of torch's reason."""
     first = reason.splitlines()[0]
     raised, explained = RAISED.search(reason), EXPLANATION.search(reason)
     said = raised.groups()[-1] if raised and "async_op" not in first else first

@@ -62,15 +62,15 @@ FIGURES: Final = (
 
 
 class ProcessReport:
-    """Collects what one process compiled and ran."""
+    """The compilations and graphs of one process."""
 
     def __init__(self) -> None:
         """Start empty."""
         self.compilations: list[Compilation] = []
         self.warnings: dict[str, None] = {}
-        """Of graphs with exchanges and no region; each once, in order."""
+        """Warnings on graphs with exchanges and no region; each once, in order."""
         self.graph_breaks: dict[str, None] = {}
-        """Where Dynamo ended a graph, or left a function to Python; each once, in order."""
+        """Places where Dynamo ended a graph, or left a function to Python; each once, in order."""
         self.num_graphs = 0
         """Graphs that Dynamo gave to megamoe."""
         self.paths: set[Path] = set()
@@ -78,7 +78,7 @@ class ProcessReport:
         self._hardware = ""
 
     def add(self, compilation: Compilation, path: str, hardware: str) -> None:
-        """Take in one compilation; `path` is where the user wants the report, "" for nowhere.
+        """Add one compilation; `path` is where the user wants the report, "" for nowhere.
 
         The file is written in any case: a report that finds nothing says so.
         """
@@ -92,23 +92,23 @@ class ProcessReport:
         self.write()
 
     def add_dropped(self, compilation: Compilation) -> None:
-        """Take in a pass left out of a graph that was made after its compilation was taken in."""
+        """Add a pass left out of a graph that was compiled after its compilation was added."""
         self._keep(compilation)
         self.write()
 
     def add_as_written(self, compilation: Compilation, why: str = AS_WRITTEN) -> None:
-        """Take in that a program runs as it was written, which was taken in as it was compiled."""
+        """Record that a program, added as it was compiled, runs as it was written."""
         compilation.run_as_written(why)
         self.write()
 
     def _keep(self, compilation: Compilation) -> None:
-        """Keep a compilation that there is something to say of, once."""
+        """Keep a compilation that has something to report, once."""
         says = compilation.has_regions or compilation.attention or compilation.has_failures
         if (says or compilation.rewrites) and not any(c is compilation for c in self.compilations):
             self.compilations.append(compilation)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the whole report."""
+        """Return the report as JSON data."""
         left_out = frames_left_out()  # some of them after the last graph
         breaks = {**self.graph_breaks, **dict.fromkeys(map(str, left_out))}
         return report_of(
@@ -189,7 +189,7 @@ def _num_recompiles(compilations: Sequence[Compilation]) -> int:
 def figures(record: Any) -> dict[str, float]:
     """Return the predicted times of one compiled graph, microseconds, and its memory, bytes.
 
-    With them by what share compute and collectives slow each other in these times.
+    The shares by which compute and collectives slow each other in these times are beside them.
     """
     found = {key: value for key, value in record["measures"].items() if key in FIGURES}
     if "exchange_us" in found and "exposed_us" in found:
@@ -209,25 +209,25 @@ NAMES: Final = {
     "counts": "dispatch and combine",
     "capacity": "dispatch and combine by capacity",
 }
-"""What says how many rows an expert gets -> what the two collectives of a region are."""
+"""Source of the rows per expert -> name of a region's two collectives."""
 FRAME: Final = re.compile(r'File "[^"]*?([^/"]+)", line (\d+), in (\w+)')
-"""A line of the user's source as Dynamo notes it."""
+"""Pattern of a line of the user's source as Dynamo notes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeOutcome:
-    """What became of one exchange."""
+    """The outcome of one exchange."""
 
     where: str
     """`file.py:line in function`."""
     is_found: bool
     """Whether it is the dispatch of a MoE region, or moves heads around attention."""
     what: str
-    """What it was found to be, and what is done with it; "" where it was not found."""
+    """Its kind, and what is done with it; "" where it was not found."""
     because: str = ""
     """Why it was not found, or why it is left whole."""
     change: str = ""
-    """What to do about that; "" where nothing is wrong."""
+    """The remedy; "" where nothing is wrong."""
 
 
 def exchanges_of(compilation: Compilation) -> list[ExchangeOutcome]:
@@ -292,7 +292,7 @@ def predicted_measures(graph: fx.Graph) -> dict[str, float]:
 
 
 def record_of(graph: fx.Graph) -> dict[str, Any]:
-    """Return what a traced graph notes of itself when it runs; {} of a graph without launches."""
+    """Return the record that a traced graph notes when it runs; {} of a graph without launches."""
     for node in graph.find_nodes(op="call_function", target=RECORD_LAUNCHES):
         return dict(json.loads(str(node.args[1])))
     return {}

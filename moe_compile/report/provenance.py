@@ -1,4 +1,4 @@
-"""What recorded results say of where they came from: the command, the commit, the machine."""
+"""The origin of recorded results: the command, the commit, the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_compile.hardware.measure import cpu_name
 
 
 def recorded_command(module: str, arguments: Sequence[str]) -> str:
-    """Return `python -m module arguments`, of absolute paths the last part: others have not ours.
+    """Return `python -m module arguments`, absolute paths cut to their last part.
 
     >>> recorded_command("benchmarks.link.overlap", ["--json", "/there/wire.json"])
     'python -m benchmarks.link.overlap --json wire.json'
@@ -43,7 +43,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def revision() -> str:
-    """Return the commit these sources are at, `-dirty` when they differ from it."""
+    """Return the commit of these sources, `-dirty` when they differ from it."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)

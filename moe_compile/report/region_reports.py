@@ -1,4 +1,4 @@
-"""What became of one MoE region, or of one attention operator, as a report has it; and why so.
+"""The outcome for one MoE region, or one attention operator, in a report; and why.
 
 Contract
     Plain data: names, numbers, reasons. No graph node outlives its compilation through it.
@@ -25,12 +25,12 @@ CHUNKED: Final = "chunked"
 ALL_GATHERED: Final = "all-gathered"
 IN_TWO_HOPS: Final = "dispatched in two hops"
 LEFT_WHOLE: Final = "left whole"
-"""Verdicts on regions that are proven; on others it is the reason."""
+"""Verdicts on regions that are proven; on others the verdict is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionReport:
-    """What became of one MoE region."""
+    """The outcome for one MoE region."""
 
     name: str
     where: str
@@ -43,32 +43,32 @@ class RegionReport:
     verdict: str
     """`chunked`, `all-gathered` or `dispatched in two hops`, or why none of these."""
     sized_by: str = "counts"
-    """What says how many rows an expert gets: `counts`, or a `capacity` in equal parts."""
+    """Source of the rows per expert: `counts`, or a `capacity` in equal parts."""
     remedy: str = ""
-    """What to change where the experts are not proven to run in chunks; "" else."""
+    """Remedy where the experts are not proven to run in chunks; "" where they are."""
     dispatch: str = "all_to_all"
-    """What moves the tokens, as the option names it."""
+    """The collective that moves the tokens, as the option names it."""
     nodes: str = "off"
     """Whether a token crosses to a node once, as the option names it."""
     hop_slices: int = 1
-    """Slices of tokens that hop 1 then goes in, beside the chunks."""
+    """Slices of tokens that hop 1 goes in, in two hops, beside the chunks."""
     chunk_edges: str = "even"
-    """Where chunks begin and end, as the option names it."""
+    """Edges of the chunks, as the option names them."""
     num_tokens: int = 0
-    """Tokens of each rank where they are gathered and known when compiling, else 0: all ranks must
-    have as many, and compare this number before they run."""
+    """Tokens of each rank where they are gathered and known when compiling; 0 in other cases. All
+    ranks must have as many, and compare this number before they run."""
     dispatch_figures: dict[str, float] = field(default_factory=dict)
-    """Rows per token, bytes per token each way by either; {} if not known."""
+    """Rows per token, bytes per token each way by either dispatch; {} if not known."""
     wires: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     """`dispatch` and `combine` -> number format, bytes of a row before, bytes of a row now."""
     decision: dict[str, object] = field(default_factory=dict)
-    """What the planner chose, the runner-up, margin, why, advice; {} where it had no say."""
+    """The planner's choice, the runner-up, margin, why, advice; {} where it had no say."""
     remarks: tuple[str, ...] = ()
     to_do: tuple[str, ...] = ()
-    """What to change so that what was left is done, a sentence for each reason."""
+    """Remedies for each thing left undone, a sentence for each reason."""
 
     def as_written(self, why: str) -> Self:
-        """Return the same where it runs as the program has it, for the reason `why`."""
+        """Return the report on the region run as the program has it, for the reason `why`."""
         wires = {name: ("same", before, before) for name, (_, before, _) in self.wires.items()}
         return replace(
             self,
@@ -85,7 +85,7 @@ class RegionReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionReport:
-    """What became of one attention operator."""
+    """The outcome for one attention operator."""
 
     name: str
     where: str
@@ -100,28 +100,28 @@ class AttentionReport:
     verdict: str
     """`chunked`, or why not."""
     decision: dict[str, object] = field(default_factory=dict)
-    """What the planner chose, the runner-up, margin, why; {} where it had no say."""
+    """The planner's choice, the runner-up, margin, why; {} where it had no say."""
     remarks: tuple[str, ...] = ()
     to_do: tuple[str, ...] = ()
-    """What to change so that what was left is done, a sentence for each reason."""
+    """Remedies for each thing left undone, a sentence for each reason."""
 
     def as_written(self, why: str) -> Self:
-        """Return the same where it runs as the program has it, for the reason `why`."""
+        """Return the report on attention run as the program has it, for the reason `why`."""
         return replace(self, num_chunks=1, verdict=why) if self.is_region else self
 
 
 def edges_remarks(left: Mapping[str, Verdict]) -> list[str]:
-    """Return why chunks have as many experts each, where options leave that open."""
+    """Return why chunks have equally many experts, where options leave that open."""
     why = left.get("chunk_edges")
     return [f"as many experts in each chunk: {why.why}"] if why is not None else []
 
 
 MOST_ADVICE: Final = 2
-"""Ways that were not allowed a report names: the fastest, and the fastest of the other dispatch."""
+"""Ways not allowed that a report names: the fastest, and the fastest with the other dispatch."""
 
 
 def decision_remarks(decision: Decision | None) -> list[str]:
-    """Return what to say of a decision; nothing where the planner had none."""
+    """Return the remarks on a decision; none where the planner had none."""
     if decision is None:
         return []
     chosen, runner_up = decision.chosen, decision.runner_up
@@ -137,7 +137,7 @@ def decision_remarks(decision: Decision | None) -> list[str]:
 
 
 def decision_figures(decision: Decision | None) -> dict[str, object]:
-    """Return the same as data; empty where the planner had no decision."""
+    """Return the decision as data; empty where the planner had none."""
     if decision is None:
         return {}
     runner_up, other = decision.runner_up, decision.other_dispatch

@@ -1,1 +1,1 @@
-"""In which order nodes run: precedence and time as numbers, a list scheduler, memory."""
+"""The order of nodes in a graph: precedence and time as numbers, a list scheduler, memory."""

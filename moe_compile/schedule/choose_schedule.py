@@ -4,28 +4,28 @@ Contract
     Keeps every precedence and the order of launches of the problem.
     The peak of live bytes stays within the allowance over the graph as it came, unless the order
     of launches alone already breaks it; then within that of the graph's own order with that change.
-    The graph as it came wins ties, then the smaller peak; of orders that differ in nothing but when
-    they launch, the one with the earliest launches that memory allows.
+    The graph as it came wins ties, then the smaller peak. Of orders that differ only in the places
+    of launches, the one with the earliest launches that memory allows wins.
 
 Pseudo-code
-    schedule by every policy, and within the memory if that forbids the fastest: with what is left
-    run in the graph's own order, or in one that holds little, as far as that has room itself
+    schedule by every policy, and within the memory if that forbids the fastest: run the remaining
+    nodes in the graph's own order, or in a lean order, as far as that has room itself
     the fastest that memory allows, on the link assumed and a slower one
-    launch as early as what is sent is there, unless that is slower or memory forbids it
+    launch as early as the sent values are ready, unless that is slower or memory forbids it
 
-Launch each collective as soon as what it sends is there, all else in the order it was.
-Keeps every precedence and the order of launches of the problem.
-A launch stands right behind the last node that computes what it needs, or behind the launch
-before it; later, but not behind its place in that order, where the device would otherwise stand
-still until the host has launched it. Followers that it needs move with it; no other node
-changes places.
+`launch_early` moves each collective to where its input is ready; other nodes keep their order.
+It keeps every precedence and the order of launches of the problem.
+A launch stands right behind the last node that computes its input, or behind the launch before
+it. It stands later, but not behind its place in that order, where the device would otherwise idle
+until the host has launched it. Followers that it needs move with it; no other node changes places.
 
-An order that holds little: of the nodes that may run, the one that adds least to live bytes.
-Keeps every precedence and the order of launches of the problem. Greedy: it may hold more than
-the graph's own order at one point or another, so its peak is to be looked at.
-Near-linear: a node enters the heap once, and once more when others have freed what it reads.
+`lean_order` takes, of the nodes that may run, the one that adds least to live bytes.
+It keeps every precedence and the order of launches of the problem. It is greedy: it may hold more
+than the graph's own order at one point or another, so its peak has to be checked.
+Near-linear: a node enters the heap once, and once more when others have freed its inputs.
 
-What stays alive to the end, a weight's gradient say, so comes last, after all that others free.
+A node whose result lives to the end, a weight's gradient say, so comes last, after all nodes that
+free memory.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ POLICIES: Final = (
     Policy(key=longest_path),
     Policy(key=first_result),
 )
-"""Priorities and patience that each won on some graph."""
+"""Policies, by priority and patience, that each won on some graph."""
 SLOW_LINK: Final = 1.5
-"""A schedule should also hide exchanges that take this many times as long as estimated."""
+"""Factor on estimated exchange times; a schedule should also hide exchanges so slow."""
 TIE: Final = 0.002
 """Share of the step below which two schedules count as equally fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateOrder:
-    """One order and what it costs."""
+    """One order, its peak memory and its time."""
 
     order: tuple[int, ...]
     peak_bytes: int
@@ -78,7 +78,7 @@ class CandidateOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenOrder:
-    """The schedule to use, and what it was chosen against."""
+    """The schedule to use, and the graph's own order to compare with."""
 
     chosen: CandidateOrder
     as_it_came: CandidateOrder
@@ -96,8 +96,8 @@ def choose_schedule(
     """Return the fastest schedule whose peak rises by at most the allowed fraction.
 
     The rise counts from the graph's own peak, as if it had not been chunked: chunks one after
-    another hold less than all rows at once, and that saving is there to be spent. The fraction is
-    of `step_peak_bytes`, the peak of a whole training step, where that is known and larger.
+    another hold less than all rows at once, and that saving may be spent. The fraction is of
+    `step_peak_bytes`, the peak of a whole training step, where that is known and larger.
     """
     came = _candidate(problem, liveness, tuple(range(len(problem.nodes))))
     baseline = _candidate(problem, liveness, incoming_order(problem))
@@ -191,7 +191,7 @@ def _place(nodes: Sequence[int], placed: dict[int, None], clock: Clock) -> None:
 
 
 def _earliest(problem: ScheduleProblem, order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Give each launch with the position in `order` that it may come right behind."""
+    """Yield each launch with the position in `order` that it may come right behind."""
     there = [0] * len(order)
     """Node -> position of the last node that must run before it, or of itself: no follower."""
     position = {node: i for i, node in enumerate(order)}
@@ -216,7 +216,7 @@ def _missing(problem: ScheduleProblem, launch: int, placed: dict[int, None]) -> 
 
 
 def lean_order(problem: ScheduleProblem, liveness: Liveness) -> list[int]:
-    """Return the nodes, each the one that adds least, the first in the graph of several."""
+    """Return the nodes in lean order; of equal ones the first in the graph comes first."""
     missing, added = problem.num_missing(), _Added(liveness)
     ready = [(added.by(node), node) for node, count in enumerate(missing) if not count]
     heapq.heapify(ready)
@@ -237,7 +237,7 @@ def lean_order(problem: ScheduleProblem, liveness: Liveness) -> list[int]:
 
 
 class _Added:
-    """How much more lives once a node has run, given those that have."""
+    """Bytes that a node adds to the live ones, given the nodes that have run."""
 
     def __init__(self, liveness: Liveness) -> None:
         self._liveness = liveness
@@ -248,13 +248,13 @@ class _Added:
                 self._users.setdefault(storage, set()).add(node)
 
     def by(self, node: int) -> int:
-        """Return the bytes that `node` makes over those that it is the last to use; at least 0."""
+        """Return the bytes `node` allocates less those that it is the last to use; at least 0."""
         made = sum(nbytes for _, nbytes in self._liveness.allocates[node])
         last = (s for s in self._liveness.uses[node] if self._users[s] == {node})
         return max(0, made - sum(self._bytes.get(storage, 0) for storage in last))
 
     def run(self, node: int) -> list[int]:
-        """Note that `node` has run; return the nodes that are the last now to use something."""
+        """Note that `node` has run; return the nodes that are now the last to use a storage."""
         for storage in self._liveness.uses[node]:
             self._users[storage].discard(node)
         users = (self._users[storage] for storage in self._liveness.uses[node])

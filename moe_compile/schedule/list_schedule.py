@@ -6,14 +6,14 @@ Contract
     Near-linear: each node enters and leaves a heap once.
 
 Pseudo-code
-    candidates = compute whose inputs are there, exchanges over by now included
+    candidates = compute whose inputs are ready, exchanges that are over by now included
     run the one nearest to the next launch, then with the longest path behind it
     no candidate: let time pass until the next exchange is over
     (patient) a node does not start if an exchange that an earlier launch needs is over long before
               it would end
     a launch that its link cannot start yet, and for which the host has no time, lets others pass
-    (sparing the host) so does one on an idle link; with no others, an exchange over before it would
-              be launched is waited for
+    (sparing the host) so does one on an idle link; with no others, an exchange that is over before
+              the host could launch is waited for
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from moe_compile.schedule.simulate import Clock
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """How candidates are chosen among."""
+    """The rule that chooses among candidates."""
 
     key: Callable[[ScheduleProblem, int], tuple[float, ...]]
-    """Smallest first; ties go to graph order."""
+    """Sort key, smallest first; ties go to graph order."""
     patience: float = 0.0
-    """Share of a filler's time that may be spent idle instead, for what an earlier launch needs."""
+    """Share of a filler's time that may be spent idle, for nodes that an earlier launch needs."""
     spares_host: bool = False
     """Whether launches let others pass until the host has time for them, on an idle link too."""
 
 
 def nearest_launch(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
-    """What the earliest launch needs first, then the longest path; what no launch needs last."""
+    """Key: nodes the earliest launch needs, then the longest path; nodes no launch needs last."""
     return (problem.urgency[node], -problem.path_us[node])
 
 
 def first_result(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
-    """What the earliest launch needs first; of what none needs all of one result, then the next.
+    """Key: nodes that the earliest launch needs; of the others those of one result, then the next.
 
-    What is made for a result and read by it alone so lives only while that result is made.
+    A value made for one result and read by it alone so lives only while that result is made.
     """
     return (problem.urgency[node], problem.first_result[node], -problem.path_us[node])
 
 
 def longest_path(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
-    """The longest path to the end first."""
+    """Key: the longest path to the end first."""
     return (-problem.path_us[node],)
 
 
 def graph_order(problem: ScheduleProblem, node: int) -> tuple[float, ...]:
-    """What a launch needs first, each kind in graph order."""
+    """Key: nodes that a launch needs first, each kind in graph order."""
     return (float(math.isinf(problem.urgency[node])),)
 
 
@@ -81,7 +81,7 @@ def incoming_order(problem: ScheduleProblem) -> list[int]:
 def list_schedule(
     problem: ScheduleProblem, policy: Policy, room: MemoryHeadroom | None = None
 ) -> list[int]:
-    """Return an order of the nodes by `policy`, of what there is room for."""
+    """Return an order of the nodes by `policy`, within `room`."""
     return _Run(problem, policy, room).order()
 
 
@@ -151,7 +151,7 @@ class _Run:
         return chosen
 
     def _free_room(self) -> int:
-        """Return what the known order runs next of the candidates, of which none has room.
+        """Return the candidate that the known order runs next, when no candidate has room.
 
         Waits and followers in front of it run at once: what they read may be free after them.
         """
@@ -164,7 +164,7 @@ class _Run:
         return node
 
     def _next_over_us(self) -> float | None:
-        """Return when the next exchange is over, which compute since it was launched puts off."""
+        """Return when the next exchange is over; compute since its launch delays it."""
         while self.in_flight:
             was_us, wait = self.in_flight[0]
             over_us = self.clock.wait_over_us(wait)
@@ -174,7 +174,7 @@ class _Run:
         return None
 
     def _better_wait(self, node: int) -> bool:
-        """Whether to stand still for what an earlier launch needs, rather than start `node`."""
+        """Whether to idle for a node that an earlier launch needs, rather than start `node`."""
         if not self.in_flight or not self.policy.patience:
             return False
         problem = self.problem
@@ -185,7 +185,7 @@ class _Run:
         )
 
     def _better_later(self, node: int) -> bool:
-        """Whether to compute before launching `node`: its link is busy until the host could."""
+        """Whether to compute before launching `node`: its link is busy until the host has time."""
         group = self.problem.group_of.get(node)
         if group is None or self.clock.host_has_time(node):
             return False
@@ -200,7 +200,7 @@ class _Run:
         return over_us is not None and over_us < launched_us
 
     def _place(self, node: int) -> None:
-        """Run `node`, and before it the followers and waits that it needs."""
+        """Run `node`, after the followers and waits that it needs."""
         for needed in sorted(self._pulled_by(node)):
             self.is_placed[needed] = True
             self.clock.run(needed)
@@ -209,7 +209,7 @@ class _Run:
                 self.room.run(needed)
 
     def _pulled_by(self, node: int) -> set[int]:
-        """Return `node` and what it needs that no one has run."""
+        """Return `node` and the nodes it needs that have not run."""
         pulled = {node}
         todo = [node]
         while todo:

@@ -2,11 +2,11 @@
 
 Contract
     Views share their base's storage and a wait its launch's; graph inputs are the caller's and
-    do not count; what a launch sends lives until its wait; outputs live to the end.
+    do not count; the input of a launch lives until its wait; outputs live to the end.
 
-Room in memory for a node to run early: whether the rest of a graph would still fit after it.
-An order that fits is known. Nodes run one by one, in another order; after each, running all
-that is left in the known order stays within the allowance, for as long as only nodes run that
+`MemoryHeadroom` tells whether a node may run early: whether the rest of a graph still fits after
+it. An order that fits is known. Nodes run one by one, in another order; after each, running the
+remaining nodes in the known order stays within the allowance, for as long as only nodes run that
 fit. So there is always one left that does: the next of the known order.
 Of several nodes that run one after another, none is taken to free anything for the next.
 """
@@ -29,7 +29,7 @@ from moe_compile.graph.query import is_wait, value_of
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """What each node allocates and uses, by index of the node."""
+    """Storages that each node allocates and uses, by index of the node."""
 
     allocates: tuple[tuple[tuple[int, int], ...], ...]
     """(storage, bytes) of storages the node makes; several share its bytes evenly."""
@@ -79,7 +79,7 @@ def _sent(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 class MemoryHeadroom:
-    """Live bytes now, and at each node that is left once it is its turn in the known order."""
+    """Live bytes now, and at the turn of each remaining node of the known order."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class MemoryHeadroom:
     ) -> None:
         """Start with nothing run; `order` is the known one, of all nodes.
 
-        Unless it `looks_ahead`, what fits now fits, and what is left may not.
+        Unless it `looks_ahead`, only the nodes at hand must fit, not the rest after them.
         """
         self._liveness, self._allowed = liveness, allowed_bytes
         self._looks_ahead = looks_ahead
@@ -150,10 +150,10 @@ class MemoryHeadroom:
             self._first += 1
 
     def _changes(self, nodes: Collection[int]) -> list[tuple[int, int, int]]:
-        """Return (first place, place behind the last, bytes) that live otherwise if `nodes` run.
+        """Return (first place, place behind the last, change of live bytes) if `nodes` run now.
 
-        What they make lives from now on, not from their places on; what they were the last to use
-        lives until another's place, or no longer.
+        Their results live from now on, not from their places on. A storage that they were the last
+        to use lives until another user's place, or no longer.
         """
         places = {self._place[node] for node in nodes}
         changes = [(self._first, self._place[n], self._made_by(n)) for n in nodes]

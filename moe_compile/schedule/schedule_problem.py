@@ -1,4 +1,4 @@
-"""One graph as numbers for scheduling: what precedes what, costs, links, the order of launches.
+"""One graph as numbers for scheduling: precedences, costs, links, the order of launches.
 
 Contract
     Nodes are indices in graph order. Every precedence goes from a lower to a higher index.
@@ -26,7 +26,7 @@ from moe_compile.runtime.node_groups import link_of_group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleProblem:
-    """What a scheduler needs to know; see the module docstring."""
+    """The scheduler's view of one graph; see the module docstring."""
 
     nodes: tuple[fx.Node, ...]
     before: tuple[tuple[int, ...], ...]
@@ -50,16 +50,16 @@ class ScheduleProblem:
     first_result: tuple[int, ...]
     """Index of the first node that needs the node, or is it, and that only the output reads."""
     contention: float = 0.0
-    """Share by which compute slows while a collective runs: that of the link with the most."""
+    """Share by which compute slows while a collective runs: the largest over the links."""
     overlap_slowdown: Mapping[str, float] = field(default_factory=dict)
     """Group -> share by which its collectives slow while compute runs."""
     host_us: tuple[float, ...]
-    """What the host takes for each node."""
+    """Time of the host for each node."""
     reads: frozenset[int]
-    """Where the host waits for all that was queued before."""
+    """Nodes where the host waits for all work queued before."""
 
     def successors(self, node: int) -> Iterator[int]:
-        """Return what must come after `node`: precedences, and the next launch."""
+        """Yield the nodes that must come after `node`: by precedence, and the next launch."""
         yield from self.after[node]
         if node in self.next_launch:
             yield self.next_launch[node]

@@ -1,17 +1,17 @@
-"""How long an order of nodes takes: host, compute stream, a first-in-first-out link per group.
+"""Time of an order of nodes: host, compute stream, a first-in-first-out link per group.
 
 Contract
     Virtual time from estimated costs. The host does its part for one node after another, and runs
-    ahead of the device as far as that is shorter: nothing starts before the host is done with it.
+    ahead of the device while that is faster: no node starts before the host is done with it.
     At a read the host waits for the compute stream, and is ahead no more.
     Launches of one group share a link and are served in launch order; those of ranks of equal place
     share that of the group whose nodes they join.
     Compute is slower while a collective runs: NCCL's kernels hold some of the SMs. A collective is
-    slower while compute runs. By how much of either, profiles state (`cost/events.py`).
+    slower while compute runs. Profiles state both shares (`cost/events.py`).
 
-The least time that collectives cost in any order of a graph's nodes.
-A lower bound for `simulate` with the launches in the order of the problem: no schedule is below
-it; there may be none that reaches it.
+`least_exposed_us` is the least time that collectives cost in any order of a graph's nodes.
+It is a lower bound for `simulate` with the launches in the order of the problem: no schedule is
+below it; there may be none that reaches it.
 
 Why it holds
     A node runs before every launch from the first that needs it on, and after every collective of
@@ -20,9 +20,9 @@ Why it holds
     each once, or waits for the host to launch one, or stands still.
     Compute beside a collective is slower, and so is the collective: a unit of a collective takes
     1 + s there, s the slowdown of its group, in which compute loses the share c / (1 + c), c the
-    contention. So even what is hidden costs (1 + s) c / (1 + c) of its time.
+    contention. So even hidden communication costs (1 + s) c / (1 + c) of its time.
     Kernels that the host launches one after another wait for it by their launches less the compute
-    before each: at most by what launches take more than their own kernels, and by the longest of
+    before each: at most by the excess of launches over their own kernels, and by the longest of
     them. Each collective's launch and each read begins such a row anew.
 """
 
@@ -37,7 +37,7 @@ from moe_compile.cost.events import Served, Streams
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 
 COMPUTE: Final = "<compute>"
-"""Name of the compute stream; a link is called as its group."""
+"""Name of the compute stream; a link has the name of its group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,18 +46,18 @@ class Timeline:
 
     step_us: float
     compute_us: float
-    """Sum over the compute stream, with what it waits for the host to launch kernels."""
+    """Sum over the compute stream, its waits for the host to launch kernels included."""
     exchange_us: float
-    """Sum over the links, each collective as it takes with nothing beside it."""
+    """Sum over the links, each collective timed with nothing beside it."""
     host_us: float
-    """Of the exposed time: the compute stream waits for the host to read, or to launch them."""
+    """Exposed waits of the compute stream for the host to read, or to launch collectives."""
 
     @property
     def exposed_us(self) -> float:
         """Return the time that collectives cost: the compute stream stood still, or was slower.
 
-        What compute beside them makes collectives longer is part of it once nothing hides it, and
-        so is what the stream waits for the host to read, to unpack what it read and to launch them.
+        It includes the time by which compute lengthens collectives, once nothing hides it, and the
+        stream's waits for the host to read, to unpack integers and to launch collectives.
         """
         return max(0.0, self.step_us - self.compute_us)
 
@@ -70,17 +70,17 @@ class Clock:
         self.problem = problem
         self.link_factor = link_factor
         self.now_us = 0.0
-        """When the compute stream is done with what it was given."""
+        """When the compute stream is done with the work given so far."""
         self.host_us = 0.0
-        """When the host is done with what has run so far."""
+        """When the host is done with the nodes run so far."""
         self.kernels_waited_us = 0.0
         """How long the compute stream waited for the host to launch kernels."""
         self.others_waited_us = 0.0
-        """How long it waited for the host to do all else."""
+        """How long it waited for the host for other reasons."""
         self._exchanges: dict[int, Served] = {}
-        """By launch."""
+        """Launch -> its exchange."""
         self._last: dict[str, Served] = {}
-        """By group."""
+        """Group -> its last exchange."""
         self._streams = Streams(COMPUTE, problem.contention, problem.overlap_slowdown)
 
     def run(self, node: int) -> None:
@@ -100,7 +100,7 @@ class Clock:
             self._exchanges[node] = self._last[group] = served
 
     def _pass_host(self, node: int) -> None:
-        """Let the host do its part for a node; what the device then does starts no earlier."""
+        """Let the host do its part for a node; the device starts the node no earlier."""
         if node in self.problem.reads:
             self.host_us = max(self.host_us, self.now_us)
         if host_us := self.problem.host_us[node]:
@@ -117,12 +117,12 @@ class Clock:
         return self.host_us + self.problem.host_us[node] <= self.now_us
 
     def wait_over_us(self, wait: int) -> float:
-        """Return when what `wait` waits for is there if nothing else runs; its launch has run."""
+        """Return when the exchange of `wait` is over if nothing else runs; its launch has run."""
         launch = self.problem.awaits[wait]
         return 0.0 if launch is None else self._streams.end_of(self._exchanges[launch])
 
     def link_free_us(self, group: str) -> float:
-        """Return when a group's link is done with what was launched if nothing else runs."""
+        """Return when a group's link has served its launches if nothing else runs."""
         last = self._last.get(group)
         return 0.0 if last is None else self._streams.end_of(last)
 
@@ -147,7 +147,7 @@ def simulate(
 
 
 def least_exposed_us(problem: ScheduleProblem) -> float:
-    """Return the most, over groups, that collectives cost if all that can run beside some does."""
+    """Return the most, over groups, that collectives cost if all nodes that can hide them do."""
     groups = dict.fromkeys(problem.group_of.values())
     return max((_least_of_group(problem, group) for group in groups), default=0.0)
 

@@ -3,7 +3,7 @@
 Contract
     Every row says whether a constant was fitted on it; errors are summed over the others only.
 
-Published measurements of MoE training, as data, and which of them fits use.
+Published measurements of MoE training are data here, with a mark for each that a fit uses.
 Numbers stand as printed in their source. `is_fitted` marks every row that a constant of a
 profile was fitted on; all others are held out.
 """
@@ -25,7 +25,7 @@ RATIO: Final = "x"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One published figure and what the simulator says."""
+    """One published figure and its prediction."""
 
     label: str
     unit: str
@@ -46,7 +46,7 @@ class Check:
     title: str
     source: str
     constants: str
-    """Which fit the predictions use."""
+    """Name of the fit that the predictions use."""
     rows: tuple[Row, ...]
 
     @property
@@ -200,7 +200,7 @@ def eos_mfu_percent(row: EosRow, fit: Fit | None = None) -> float:
 
 
 def deepseek_tokens_per_gpu_s(overlap: Overlap, fit: Fit) -> float:
-    """Return what DeepSeek-V3's run would train per GPU under an overlap."""
+    """Return the tokens per second and GPU of DeepSeek-V3's run under an overlap."""
     setting = setups.deepseek(overlap, fit)
     return predict_step(setting).tokens_per_s / setting.job.gpus
 
@@ -277,19 +277,19 @@ class EosRow:
     expert: int
     pipeline: int
     mfu_percent: float
-    """Attention counted in full, not causal."""
+    """MFU with attention counted in full, not causal."""
     is_fitted: bool = False
 
 
 EOS_SEQ_LEN: Final = 4096
 EOS_VIRTUAL_STAGES: Final = 7
-"""Of every row: one layer, or half of one, per chunk."""
+"""Virtual stages of every row: one layer, or half of one, per chunk."""
 
 
 def _rows(
     model: str, degrees: tuple[int, int, int], cells: str, *, is_folded: bool = True
 ) -> tuple[EosRow, ...]:
-    """Return rows from cells `gpus/batch=mfu`; a star marks the one fitted on."""
+    """Return rows from cells `gpus/batch=mfu`; a star marks the row fitted on."""
     tensor, expert, pipeline = degrees
     rows = []
     for cell in cells.split():
@@ -335,12 +335,12 @@ EOS: Final = (
     ),
 )
 DEEPSEEK_GPU_HOURS: Final = 2.664e6
-"""Pre-training on 2,048 H800."""
+"""GPU hours of pre-training on 2,048 H800."""
 DEEPSEEK_TOKENS: Final = 14.8e12
 DEEPSEEK_TOKENS_PER_GPU_S: Final = DEEPSEEK_TOKENS / DEEPSEEK_GPU_HOURS / 3600.0
 WEAK_SCALING: Final = ((480, 360), (960, 720), (1440, 1080))
 """GPUs and global batch of MegaScale-MoE figure 12."""
 WEAK_SCALING_SPEEDUPS: Final = (1.74, 1.79)
-"""Lowest and highest there; the rows in between are bars without numbers."""
+"""Lowest and highest speed-up there; the rows in between are bars without numbers."""
 FIGURE_14_GAINS: Final = (1.149, 1.329)
 """Least and greatest gain in MFU of SP + EP over TP + TP, six models on 8 H800."""

@@ -1,8 +1,8 @@
 """Predictions for clusters as tables for a person and as JSON data.
 
 Contract
-    Every table says what its figures are: predicted by formulas, with which constants, and which
-    rows those were fitted on.
+    Every table names the origin of its figures: predicted by formulas, with which constants, and
+    the rows those were fitted on.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def print_checks(checks: Sequence[Check], console: Console) -> None:
 
 
 def print_changes(changes: Sequence[Change], own: Change, gpus: int, console: Console) -> None:
-    """Print what a speed-up is made of, and what of it megamoe has."""
+    """Print the steps of a speed-up, and the steps that megamoe has."""
     table = Table(title=f"352B on {gpus} H800: one thing after another", box=SIMPLE_HEAD)
     table.add_column("what changes", no_wrap=True)
     for heading in ("step s", "gain", "in all"):

@@ -26,7 +26,7 @@ LEGEND: Final = (
 
 
 def kind_of(span: Span) -> str:
-    """Return what a span is of the kinds in the legend."""
+    """Return the legend's kind of a span."""
     if span.stream != COMPUTE:
         return INSIDE if span.stream == NODE_LINK else EXCHANGES
     if "dW" in span.name:
@@ -49,7 +49,7 @@ def placed_spans(layer: LayerTime) -> Iterator[Span]:
 
 
 def streams_of(layer: LayerTime) -> tuple[str, ...]:
-    """Return the streams that a schedule has: one of the node's link where two hops are."""
+    """Return the streams of a schedule: the node's link is one in two hops."""
     used = {span.stream for phase in layer.phases for span in phase.spans}
     return tuple(stream for stream in STREAMS if stream != NODE_LINK or stream in used)
 

@@ -1,4 +1,4 @@
-"""What a speed-up is made of, and how near schedules come to free communication.
+"""The steps of a speed-up, and the distance of schedules from free communication.
 
 Contract
     A waterfall changes one thing at a time, each step on top of those before it; in another
@@ -27,7 +27,7 @@ class Change:
 
     name: str
     by: str
-    """What of megamoe does it, or why nothing does."""
+    """The part of megamoe that does it, or why none does."""
     seconds: float
     gain: float
     """Time before over time after."""
@@ -37,12 +37,12 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleBound:
-    """One layer of a model: its time with free collectives, and how near schedules come."""
+    """One layer of a model: its time with free collectives, and the schedules' shares of it."""
 
     model: str
     ideal_ms: float
     ideal_mfu_percent: float
-    """Of the layer, head and pipeline not counted."""
+    """MFU of the layer alone, without head and pipeline."""
     tensor_over_ideal: float | None
     """Time of tensor parallelism in a node, nothing overlapped, over the ideal time."""
     of_bound_percent: dict[str, float]
@@ -50,7 +50,7 @@ class ScheduleBound:
 
 
 def explain_speedup(gpus: int) -> tuple[Change, ...]:
-    """Return what lies between Megatron-LM and MegaScale-MoE on `gpus` H800, and beyond."""
+    """Return the steps from Megatron-LM to MegaScale-MoE on `gpus` H800, and beyond."""
     changes: list[Change] = []
     for name, by, setting in _steps(gpus):
         seconds = predict_step(setting).seconds
@@ -69,11 +69,11 @@ def explain_speedup(gpus: int) -> tuple[Change, ...]:
 
 
 def predict_own_part(gpus: int) -> Change:
-    """Return the baseline with what megamoe and its recipe have for this layout, and no more.
+    """Return the baseline with the steps that megamoe and its recipe have for this layout.
 
-    Interleaving, bf16 gradients, expert parallelism beside TP attention, exchanges beside what does
-    not need them; one chunk, for moving rows to make two costs more than they hide. Row operators
-    count as all fast, which no one has measured.
+    These are interleaving, bf16 gradients, expert parallelism beside TP attention, and exchanges
+    beside independent operators. There is one chunk: moving rows to make two costs more than they
+    hide. Row operators count as all fast, which no one has measured.
     """
     baseline = setups.megatron(gpus)
     own = _job(baseline, virtual_stages=setups.MEGASCALE_JOB.virtual_stages, gradient_bytes=2)

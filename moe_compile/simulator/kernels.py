@@ -85,7 +85,7 @@ class Kernels:
         return self._collective_us(nbytes, link.exchange_gb_per_s, link.latency_us)
 
     def scores_us(self, nbytes: float) -> float:
-        """Return the time of scores beside two hops: all over the network."""
+        """Return the time of sending scores beside two hops: all over the network."""
         return self.hop_us(nbytes, within=False)
 
     def _collective_us(self, nbytes: float, gb_per_s: float, latency_us: float) -> float:
@@ -107,7 +107,7 @@ class Kernels:
         return self._longer_us(product, compute.large_tflops, moved)
 
     def _longer_us(self, product: Product, large_tflops: float, nbytes: float) -> float:
-        """Return what computing or moving takes, at a share of the rate of a large product."""
+        """Return the longer of computing and moving, at a share of the rate of a large product."""
         tflops = large_tflops * self.profile.compute.share_of(product)
         us = max(product.operations / (tflops * 1e6), self._moved_us(nbytes)) + self._gap_us
         return self.fit.compute * us

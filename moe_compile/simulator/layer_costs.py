@@ -35,9 +35,9 @@ class SentBytes(NamedTuple):
     """Bytes that leave a rank."""
 
     between: float
-    """To other nodes."""
+    """Bytes to other nodes."""
     within: float
-    """To ranks of its node."""
+    """Bytes to ranks of its node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,10 +54,10 @@ class LayerSizes:
     fit: Fit
     seq_len: int
     tokens: float
-    """Of the micro-batch in the ranks of a layer together."""
+    """Tokens of the micro-batch in all ranks of a layer."""
 
     def of_part(self, part: float) -> Self:
-        """Return the same for a share of the micro-batch, whole sequences."""
+        """Return the sizes for a share of the micro-batch, whole sequences."""
         return replace(self, tokens=self.tokens * part)
 
     @property
@@ -168,7 +168,7 @@ class LayerSizes:
         return self.local_tokens * self.model.top_k * self.row_bytes(element_bytes)
 
     def sent(self, element_bytes: float, part: float = 1.0) -> SentBytes:
-        """Return what one all-to-all of `part` of the rows sends."""
+        """Return the bytes that one all-to-all of `part` of the rows sends."""
         rows = self.routed_bytes(element_bytes) * part
         shape = self.method.hop_shape(self.model, self.profile)
         if shape is None:
@@ -180,14 +180,14 @@ class LayerSizes:
         return SentBytes(leaving * spread.between, leaving * spread.within)
 
     def hopped(self, element_bytes: float) -> SentBytes:
-        """Return what one exchange in two hops sends."""
+        """Return the bytes that one exchange in two hops sends."""
         assert self.hops is not None
         rows = self.routed_bytes(element_bytes)
         return SentBytes(self.hops.across_bytes(rows), self.hops.inside_bytes(rows))
 
     @property
     def sent_per_layer(self) -> SentBytes:
-        """Return what all-to-alls of one layer send, forward and backward, none of them again."""
+        """Return the bytes that all-to-alls of a layer send, forward and backward, each once."""
         of_copies = self.hopped if self.hops else self.sent
         of_sums = self.hopped if self.hops and self.sums_in_hops else self.sent
         wires = self.method.dispatch_bytes, self.method.combine_bytes
@@ -201,26 +201,25 @@ class LayerSizes:
 
 
 ROUTER_KERNELS: Final = 12
-"""Small kernels of a router: gate, softmax, top-k, histogram, sort, scan."""
+"""Number of a router's small kernels: gate, softmax, top-k, histogram, sort, scan."""
 PLACE_KERNELS: Final = 2.25
-"""Kernels that exchange the routing of gathered tokens and find which rows are this rank's, and of
-which tokens, less those the old form had for its split sizes (passes/replay/gathered_routing.py).
-"""
+"""Kernels that exchange the routing of gathered tokens and find this rank's rows and their tokens,
+less the kernels of the old form for its split sizes (passes/replay/gathered_routing.py)."""
 PLACE_BYTES: Final = 8 * 12
-"""Read and written per row to tell which rows are this rank's: a dozen int64, fused in kernels."""
+"""Bytes read and written per row to find this rank's rows: a dozen int64, fused in kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCosts(LayerSizes):
-    """See the module docstring."""
+    """Times of one layer's operators; see the module docstring."""
 
     @property
     def kernels(self) -> Kernels:
-        """Return what kernels take on this machine."""
+        """Return the kernel times of this machine."""
         return Kernels(self.profile, self.fit, fp8=self.method.fp8_gemms)
 
     def before_attention_us(self) -> float:
-        """MegaScale-MoE eq. 1 and 2: all-gather of rows, or all-to-all of q, k and v."""
+        """All-gather of rows, or all-to-all of q, k and v; MegaScale-MoE eq. 1 and 2."""
         ranks, width = self.method.ranks, self.model.head_width + 2 * self.model.kv_width
         if self.has_heads:
             return self.kernels.gather_us(self.tokens * self.model.width * BF16, ranks)
@@ -229,7 +228,7 @@ class LayerCosts(LayerSizes):
         return self.kernels.exchange_us(self.local_tokens * width * BF16, ranks)
 
     def after_attention_us(self) -> float:
-        """MegaScale-MoE eq. 1 and 2: reduce-scatter of rows, or all-to-all of the output."""
+        """Reduce-scatter of rows, or all-to-all of the output; MegaScale-MoE eq. 1 and 2."""
         ranks, sent = self.method.ranks, self.local_tokens * self.model.head_width * BF16
         if self.has_heads:
             return self.kernels.gather_us(self.tokens * self.model.width * BF16, ranks)
@@ -327,38 +326,38 @@ class LayerCosts(LayerSizes):
     # compute, weight gradients
 
     def qkv_gradient_us(self) -> float:
-        """Of the query, key and value projections."""
+        """Weight gradients of the query, key and value projections."""
         return self.latent_share * self._gradient_us(
             self.attention_rows, self.model.width, self.qkv_columns
         )
 
     def output_gradient_us(self) -> float:
-        """Of attention's output projection."""
+        """Weight gradient of attention's output projection."""
         return self.latent_share * self._gradient_us(
             self.attention_rows, self.head_columns, self.model.width
         )
 
     def shared_gradient_us(self) -> float:
-        """Of the three matrices of the shared experts."""
+        """Weight gradients of the three matrices of the shared experts."""
         rows, width = self.shared_size
         return 3 * self._gradient_us(rows, self.model.width, width)
 
     def first_experts_gradient_us(self, part: float = 1.0) -> float:
-        """Of gate and up projection; `part` of the local experts."""
+        """Weight gradients of gate and up projection; `part` of the local experts."""
         return self._grouped_gradient_us(part, self.model.width, 2 * self.expert_slice)
 
     def second_experts_gradient_us(self, part: float = 1.0) -> float:
-        """Of the down projection; `part` of the local experts."""
+        """Weight gradient of the down projection; `part` of the local experts."""
         return self._grouped_gradient_us(part, self.expert_slice, self.model.width)
 
-    # what a rewrite into chunks adds
+    # operators that a rewrite into chunks adds
 
     def order_us(self) -> float:
         """Small kernels that find each row's place by chunk; kernels beside them move the rows."""
         return self.kernels.memory_us(0.0, ORDER_KERNELS)
 
     def place_us(self) -> float:
-        """Numbers of gathered rows, and the small kernels that find which are a rank's own."""
+        """Small kernels that read the numbers of gathered rows and find a rank's own."""
         if not (self.method.gathers_rows and self.method.sums_gathered):
             return 0.0
         return self.kernels.memory_us(self.routed_rows * PLACE_BYTES, PLACE_KERNELS)

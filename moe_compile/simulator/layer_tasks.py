@@ -1,19 +1,19 @@
 """The tasks of one MoE layer, forward and backward, under one method.
 
 Contract
-    A collective and the kernel beside it are one pair: two tasks, or with fused tiles one task
-    that ends when the longer has, and what tiles cannot hide.
+    A collective and the kernel beside it are one pair: two tasks. With fused tiles they are one
+    task that ends when the longer has, plus the part that tiles cannot hide.
     Backward: the chain of input gradients; weight gradients hang off it and fill gaps.
     Where rows travel in two hops, attention's collectives are on the stream of the node's link.
 
 Pseudo-code
     forward   norm, (gather) qkv (exchange), attention, (exchange) output (scatter), norm, router,
               per chunk: dispatch, experts, combine; shared experts beside; sum
-              in two hops `cost/hop_tasks.py` has what stands for dispatch or combine
+              in two hops `cost/hop_tasks.py` has the tasks of dispatch or combine
     backward  the mirror image; rebuilt rows and activations depend on no gradient
     blocks of one graph follow one another, part by part
 
-How long one layer takes, forward and backward, and when each of its tasks runs.
+`time_layer` returns the time of one layer, forward and backward, and the spans of its tasks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moe_compile.simulator.method import Overlap
 TILES_HIDE: Final = 0.865
 """Share of a collective that fused tiles hide: COMET (arXiv 2502.19811), 8 H800."""
 TILES_CONTENTION: Final = 0.5
-"""Of the link's contention and overlap slowdown, with fused tiles: copy engines move half.
+"""Share of the link's contention and overlap slowdown with fused tiles: copy engines move half.
 Assumed."""
 BACKWARD_NORM: Final = 1.5
 """Bytes of the backward of norms and router over those of the forward: three passes for two."""
@@ -49,10 +49,10 @@ class LayerTasks:
     costs: LayerCosts
     tasks: TaskList
     label: str = ""
-    """Put before every name: the number of a part of the batch."""
+    """Prefix of every name: the number of a part of the batch."""
 
     def add_forward(self, behind: list[int] | None = None) -> int:
-        """Add the forward of the layer, of what the tasks `behind` made; return its last task."""
+        """Add the forward of the layer, on the results of tasks `behind`; return its last task."""
         costs = self.costs
         norm = self._add("norm", costs.norm_us(), behind)
         heads = costs.has_heads
@@ -78,9 +78,9 @@ class LayerTasks:
         return self._add("sum", costs.residual_us(), ends)
 
     def add_backward(self, behind: list[int] | None = None, *, is_last: bool = True) -> int:
-        """Add the backward of the layer, of the gradient that `behind` made; return its last task.
+        """Add the backward of the layer, from the gradient made by `behind`; return its last task.
 
-        Only behind the last layer of a graph does anything wait for weight gradients.
+        Weight gradients are waited for behind the last layer of a graph alone.
         """
         costs = self.costs
         start = self._add("sum'", costs.residual_us(2), behind)
@@ -111,7 +111,7 @@ class LayerTasks:
         return self._add("norm'", us, [qkv, *leaves] if is_last else [qkv])
 
     def _chunk(self, number: int, start: int, dispatches: bool, combines: bool) -> int:
-        """Add one chunk's forward; exchanges that it does not make itself go in two hops."""
+        """Add one chunk's forward; exchanges that are not its own go in two hops."""
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
         first = sort + costs.first_experts_us(part) + costs.place_us()
@@ -132,8 +132,8 @@ class LayerTasks:
     ) -> tuple[int, int]:
         """Add one chunk's backward; return its activation's task and its last.
 
-        `needs` are what its rows' gradients need, and what was rebuilt. Exchanges that it does not
-        make itself go in two hops.
+        `needs` are the tasks that its rows' gradients need, rebuilt ones included. Exchanges that
+        are not its own go in two hops.
         """
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
@@ -164,7 +164,7 @@ class LayerTasks:
         return self._pair("rebuild'", us, costs.dispatch_us(), True, [start])
 
     def _backward_attention(self, needed: list[int], leaves: list[int]) -> int:
-        """Add what comes before the router, but for the first norm; return its last task."""
+        """Add the backward of all before the router, but the first norm; return its last task."""
         costs, heads = self.costs, self.costs.has_heads
         us = BACKWARD_NORM * (costs.norm_us() + costs.router_us())
         router = self._add("norm, router'", us, needed)
@@ -203,9 +203,9 @@ class LayerTasks:
         return self._add(f"{name}: out", link, [done], stream)
 
     def _tiles_us(self, compute: float, link: float) -> float:
-        """Return the time of both in one kernel: what tiles do not hide, and no less than the link.
+        """Return the time of both in one kernel: the part tiles do not hide, at least the link's.
 
-        The link's own time is longer by what it loses while the kernel computes.
+        The link's own time grows by its slowdown while the kernel computes.
         """
         beside = self.costs.link
         slowed = compute * (1.0 + TILES_CONTENTION * beside.contention)
@@ -275,12 +275,12 @@ class LayerTime:
     """Timelines of the layers of one graph for one micro-batch; times are those of one layer."""
 
     phases: tuple[TaskTimeline, ...]
-    """Forward, backward; or both at once, of two micro-batches."""
+    """Forward and backward timelines; or one of both at once, of two micro-batches."""
     num_layers: int = 1
 
     @property
     def total_us(self) -> float:
-        """Return forward plus backward."""
+        """Return the time of forward plus backward."""
         return sum(phase.total_us for phase in self.phases) / self.num_layers
 
     @property

@@ -1,4 +1,4 @@
-"""How a training system runs a model: what is divided, what overlaps, what travels."""
+"""A training system's way to run a model: sharding, overlap, number formats."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from moe_compile.simulator.models import ModelShape
 
 
 class Overlap(enum.Enum):
-    """What runs beside what."""
+    """The pairs of tasks that may run at the same time."""
 
     SEQUENTIAL = "sequential"
     """One kernel after another."""
     INTER_OP = "inter-op"
-    """Whole operators: collectives beside whatever does not depend on them."""
+    """Whole operators: collectives beside operators that do not depend on them."""
     CHUNKS = "chunks"
     """Inter-op, and the MoE region in chunks of experts or tokens."""
     TILES = "tiles"
-    """Each collective inside the kernel beside it: what hand-written fused kernels reach."""
+    """Each collective inside the kernel beside it, as in hand-written fused kernels."""
     TWO_BATCHES = "two-batches"
     """Inter-op between the forward of one micro-batch and the backward of another."""
     IDEAL = "ideal"
@@ -31,7 +31,7 @@ class Overlap(enum.Enum):
 
 
 class AttentionSharding(enum.Enum):
-    """What of attention each rank of a layer has."""
+    """The part of attention on each rank of a layer."""
 
     HEADS = "heads"
     """Tensor parallelism: all-gather before, reduce-scatter after."""
@@ -42,10 +42,10 @@ class AttentionSharding(enum.Enum):
 
 
 class ExpertSharding(enum.Enum):
-    """What of the experts each rank of a layer has."""
+    """The part of the experts on each rank of a layer."""
 
     SOME = "some"
-    """Expert parallelism."""
+    """Expert parallelism: some whole experts."""
     SLICES = "slices"
     """Tensor parallelism: a slice of every expert."""
 
@@ -56,8 +56,8 @@ class Crossing(enum.Enum):
     FLAT = "flat"
     """A plain all-to-all: a row crosses once for each expert it goes to."""
     BOTH_LINKS = "both links"
-    """Once for each node it goes to, and fans out there meanwhile: kernels that use both links at
-    once, as DeepSeek-V3's and DeepEP."""
+    """A row crosses once for each node it goes to, and fans out there meanwhile: kernels that use
+    both links at once, as DeepSeek-V3's and DeepEP."""
     EXACT = "exact"
     """Rows in two hops, one collective between nodes and one inside them; sums flat: `nodes` of
     the compiler."""
@@ -70,50 +70,50 @@ HOPS: Final = (Crossing.EXACT, Crossing.ROUNDED)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """What a training system does with one layer."""
+    """A training system's method for one layer."""
 
     attention: AttentionSharding = AttentionSharding.SEQUENCE
     experts: ExpertSharding = ExpertSharding.SOME
     ranks: int = 8
-    """That share the tokens of one micro-batch; 1 with `AttentionSharding.WHOLE`."""
+    """Ranks that share the tokens of one micro-batch; 1 with `AttentionSharding.WHOLE`."""
     expert_ranks: int = 8
-    """That share the experts."""
+    """Ranks that share the experts."""
     expert_slices: int = 1
-    """Ranks that share each expert beside that; gathers and scatters rows among them."""
+    """Ranks that also share each expert; each gathers and scatters rows among them."""
     gathers_rows: bool = False
     """Whether rows go to experts by all-gather and back by reduce-scatter."""
     crossing: Crossing = Crossing.BOTH_LINKS
-    """Where the ranks that share the experts are on several nodes."""
+    """How rows cross where the ranks that share the experts are on several nodes."""
     overlap: Overlap = Overlap.SEQUENTIAL
     num_chunks: int = 1
-    """Of the MoE region, with `Overlap.CHUNKS`."""
+    """Chunks of the MoE region, with `Overlap.CHUNKS`."""
     chunks_tokens: bool = False
-    """Whether chunks are of tokens, else of experts. In two hops chunks of experts are those of hop
-    2, those of tokens slices of both hops, for whose rows experts wait."""
+    """Whether chunks are of tokens; if not, of experts. In two hops chunks of experts are those of
+    hop 2, those of tokens slices of both hops, for whose rows experts wait."""
     batch_parts: int = 1
     """Parts of the micro-batch, whole sequences, of which one computes while another travels."""
     blocks_per_graph: int = 1
     """Layers whose forward, or backward, is scheduled as one."""
     replays_chunks: bool = False
     """Whether operators of their own find the rows of chunks and join slices of weight gradients,
-    as the compiler's rewrite does; else kernels find their chunk in place."""
+    as the compiler's rewrite does; if not, kernels find their chunk in place."""
     sums_gathered: bool = False
     """Whether gathered rows are picked from and added to a tensor of all ranks' tokens by operators
-    of their own, as the compiler's rewrite does; else kernels beside it do so in passing."""
+    of their own, as the compiler's rewrite does; if not, kernels beside it do so in passing."""
     dispatch_bytes: float = 2.0
-    """Of one element on the way to the experts."""
+    """Bytes of one element on the way to the experts."""
     combine_bytes: float = 2.0
     fp8_gemms: bool = False
-    """Forward and input gradients; weight gradients stay bf16."""
+    """Whether forward and input gradients use fp8; weight gradients stay bf16."""
     rebuilds: bool = False
-    """Selective rematerialization: dispatched rows and activations are made again in backward."""
+    """Whether backward recomputes dispatched rows and activations (selective rematerialization)."""
     fuses_gradient_sum: bool = True
-    """Whether a weight's gradient is added to fp32 in its GEMM: 8 bytes per weight, else 12."""
+    """Whether a weight's gradient is added to fp32 in its GEMM: 8 bytes per weight, not 12."""
     has_slow_operators: bool = False
-    """Whether rows are permuted as the fitted baseline does it."""
+    """Whether rows are permuted as slowly as in the fitted baseline."""
 
     def __post_init__(self) -> None:
-        """Raise InvalidConfig for numbers that cannot be."""
+        """Raise InvalidConfig for impossible numbers."""
         counts = ("ranks", "expert_ranks", "expert_slices", "num_chunks", "batch_parts")
         for name in (*counts, "blocks_per_graph"):
             if getattr(self, name) < 1:
@@ -137,7 +137,7 @@ class Method:
         return 8 if self.fuses_gradient_sum else 12
 
     def check(self, model: ModelShape) -> None:
-        """Raise InvalidConfig when `model` cannot be divided so."""
+        """Raise InvalidConfig when the method cannot divide `model`."""
         if self.experts is ExpertSharding.SOME and model.num_experts % self.expert_ranks:
             raise InvalidConfig(
                 f"{model.name} has {model.num_experts} experts; {self.expert_ranks} ranks "

@@ -1,4 +1,4 @@
-"""Sizes of published mixture-of-experts models, and what follows from them by counting."""
+"""Sizes of published mixture-of-experts models, and counts of weights and operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelShape:
     num_heads: int
     heads_per_kv: int
     expert_width: int
-    """Of a SwiGLU expert: three matrices `[width, expert_width]`."""
+    """Width of a SwiGLU expert: three matrices `[width, expert_width]`."""
     num_experts: int
     top_k: int
     vocab_size: int
@@ -28,13 +28,13 @@ class ModelShape:
     """Shared experts, in units of one routed expert."""
     head_size: int = 128
     attention_weights: int = 0
-    """Of one layer, all projections; 0: of queries, keys, values and output as the heads say."""
+    """Weights of one layer, all projections; 0: query, key, value, output by the heads' sizes."""
     num_dense_layers: int = 0
     dense_width: int = 0
     max_nodes: int = 0
     """Nodes one token's experts may lie on; 0: any number."""
     seq_len: int = 8192
-    """Of its published runs, tokens; what a simulation takes unless told."""
+    """Sequence length of its published runs, in tokens; the default of simulations."""
 
     @property
     def head_width(self) -> int:
@@ -257,5 +257,5 @@ _SHAPES: Final = (
     ),
 )
 MODELS: Final[Mapping[str, ModelShape]] = {shape.name: shape for shape in _SHAPES}
-"""By the name the command line takes."""
+"""Name on the command line -> model."""
 TABLE_2: Final = tuple(shape for shape in _SHAPES if shape.source.startswith(MEGASCALE_TABLE_2))

@@ -1,12 +1,12 @@
-"""How near parts of the batch come to free communication, rows in eight bits, as megamoe runs them.
+"""Distance of parts of the batch from free communication, rows in eight bits, as megamoe runs them.
 
 Contract
     Shares are of one layer's time, forward and backward, were its collectives free, with as many
     sequences a rank as there are parts. Attention is whole on every rank, experts are shared out:
     FSDP and expert parallelism. Parts, and hops between nodes, are priced with the operators that
     the compiler's rewrite adds.
-    `limit` is what no order of the same kernels can exceed where forward and backward are graphs
-    of their own: in each the shorter of compute and network runs beside the other throughout.
+    `limit` bounds every order of the same kernels where forward and backward are graphs of their
+    own: in each the shorter of compute and network runs beside the other throughout.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from moe_compile.simulator.scenario import make_setting
 ONE_NODE: Final = ("352b", "mixtral-8x22b", "deepseek-moe-16b", "qwen3-235b", "qwen3-30b")
 """Models whose experts the eight ranks of a node share."""
 MANY_NODES: Final = "deepseek-v3"
-"""Its experts lie on 64 ranks of eight nodes."""
+"""A model whose experts lie on 64 ranks of eight nodes."""
 FP8_BYTES: Final = 1.0
 SHAPES: Final = ((1, 1), (2, 1), (4, 1), (2, 4), (4, 4))
-"""Parts of the batch, blocks to a graph."""
+"""Pairs of parts of the batch and blocks to a graph."""
 LARGEST: Final = SHAPES[-1]
 EXCHANGES: Final = 4
-"""Of rows in a layer: dispatch and combine, forward and backward."""
+"""Exchanges of rows in a layer: dispatch and combine, forward and backward."""
 PACKED_BYTES: Final = 3
-"""Moved per element by a kernel that packs or unpacks: two in bf16, one in eight bits."""
+"""Bytes moved per element by a kernel that packs or unpacks: two in bf16, one in eight bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartShares:
-    """One model and one way of its rows; shares in percent, of a layer with free collectives."""
+    """One model with one way of its rows; shares in percent, of a layer with free collectives."""
 
     model: str
     way: str
-    """Of rows to the experts."""
+    """The way of rows to the experts."""
     products: str
     """Number format of matrix products but those of weight gradients."""
     exchange_percent: float
     """Collectives over compute, each alone, of a sequence in one part."""
     shares: dict[str, float]
-    """By parts and blocks to a graph."""
+    """Parts and blocks to a graph -> share."""
     limit: float
-    """Of the last of `shares`; see the module docstring."""
+    """Upper bound of the last of `shares`; see the module docstring."""
     with_packing: float
     """The last of `shares` were rows packed and unpacked by kernels of their own."""
 
 
 def shape_name(parts: int, blocks: int) -> str:
-    """Return how a column is headed."""
+    """Return the heading of a column."""
     of_parts = f"{parts} parts" if parts > 1 else "whole"
     return of_parts if blocks == 1 else f"{of_parts}, {blocks} blocks"
 
 
 def find_part_shares(cluster: str, fit: str | None = None) -> tuple[PartShares, ...]:
-    """Return a row for each model on `cluster`; of the one on several nodes for each way."""
+    """Return a row for each model on `cluster`; for the one on several nodes, one per way."""
     return tuple(_row(cluster, fit, *row) for row in _rows())
 
 
@@ -73,7 +73,7 @@ def costs_of(
     fit: str | None = None,
     shape: tuple[int, int] = LARGEST,
 ) -> LayerCosts:
-    """Return what a layer's operators cost in parts of the batch and blocks to a graph."""
+    """Return the operator costs of a layer for a number of parts and of blocks to a graph."""
     parts, blocks = shape
     changes = {
         "attention": AttentionSharding.WHOLE,
@@ -126,7 +126,7 @@ def share_of_bound(costs: LayerCosts) -> float:
 
 
 def limit_us(costs: LayerCosts) -> float:
-    """Return what a layer takes at least, in any order of forward and of backward."""
+    """Return the least time of a layer, in any order of forward and of backward."""
     link = costs.link
     total = 0.0
     for tasks in tasks_of(costs):
@@ -139,7 +139,7 @@ def limit_us(costs: LayerCosts) -> float:
 
 
 def packing_us(costs: LayerCosts) -> float:
-    """Return what packing and unpacking rows takes in kernels that do nothing else."""
+    """Return the time of packing and unpacking rows in kernels of their own."""
     nbytes = PACKED_BYTES * costs.local_tokens * costs.model.top_k * costs.model.width
     return 2 * EXCHANGES * costs.kernels.memory_us(nbytes * costs.imbalance)
 

@@ -1,9 +1,9 @@
 """A model on a cluster under every schedule there is, ready to be compared.
 
-Memory one GPU of the first pipeline stage needs, by counting.
-Activations by MegaScale-MoE section 4.1, in units of `tokens * width / ranks` elements per
-layer: all of them, or what selective rematerialization keeps. Allocator, NCCL and workspaces
-are left out.
+Memory of one GPU of the first pipeline stage is counted.
+Activations follow MegaScale-MoE section 4.1, in units of `tokens * width / ranks` elements per
+layer: all of them, or those that selective rematerialization keeps. Allocator, NCCL and
+workspaces are left out.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ BASELINE: Final = "megatron-like"
 """Name of the schedule of `setups.MEGATRON`: tensor parallelism, nothing overlapped."""
 CHUNKS: Final = (2, 4, 8)
 OWN_CHUNKS: Final = (2, 4)
-"""Of experts, by megamoe between nodes."""
+"""Numbers of chunks of experts, by megamoe between nodes."""
 PARTS: Final = 2
-"""Of the batch."""
+"""Number of parts of the batch."""
 OWN: Final = (Crossing.FLAT, *HOPS)
-"""How megamoe sends rows between nodes."""
+"""Megamoe's ways of sending rows between nodes."""
 GENERAL_JOB: Final = Job(gpus=8, global_batch=1024)
-"""Of a model without a published job."""
+"""The job of a model without a published one."""
 DEFAULT_FIT: Final[Mapping[str, str]] = {"h800": "bytedance", "h100": "eos"}
 UNFITTED: Final[Mapping[str, str]] = {"deepseek-v3": "routed"}
 """Model on a cluster of others -> fit: one cluster's constants are wrong by 20 % on another."""
@@ -53,17 +53,17 @@ class Prediction:
     tokens_per_s_per_gpu: float
     mfu_percent: float
     layer_ms: float
-    """Forward and backward of one layer."""
+    """Time of forward and backward of one layer."""
     exposed_percent: float
-    """Of the layer's time in which nothing is computed."""
+    """Share of the layer's time in which nothing is computed."""
     of_bound_percent: float
     """Time of the layer were collectives free, over its time."""
     sent_between_mb: float
     """Rows of one layer and micro-batch that a rank sends to other nodes, forward and backward."""
     sent_within_mb: float
-    """The same inside its node."""
+    """The same rows inside its node."""
     memory_gb: float
-    """Counted, not measured."""
+    """Memory counted, not measured."""
     fits_memory: bool
 
 
@@ -73,7 +73,7 @@ def make_setting(
     """Return `model` on `cluster` with the defaults of its published runs.
 
     `changes` replace fields of the method and the job by name; None leaves a default. Raises
-    InvalidConfig for names that do not exist and numbers that cannot be.
+    InvalidConfig for names that do not exist and impossible numbers.
     """
     shape, profile = find_model(model), load_cluster(cluster)
     method, job = DEFAULTS.get(model, (Method(), replace(GENERAL_JOB, seq_len=shape.seq_len)))
@@ -153,7 +153,7 @@ def _methods(setting: Setting) -> dict[str, Method]:
 
 
 def _own_methods(setting: Setting) -> dict[str, Method]:
-    """Return what megamoe makes where rows cross nodes; the first is the model as written.
+    """Return megamoe's methods where rows cross nodes; the first is the model as written.
 
     Chunks are of experts, slices of tokens, parts of the batch; with the operators that the
     rewrite adds.
@@ -181,13 +181,13 @@ def _own_methods(setting: Setting) -> dict[str, Method]:
 
 
 def _with(setting: Setting, method: Method) -> Setting:
-    """Return the setting under a method; micro-batches have a sequence for each part of theirs."""
+    """Return the setting under a method; a micro-batch has a sequence for each of its parts."""
     sequences = max(setting.job.micro_batch, method.batch_parts)
     return replace(setting, method=method, job=replace(setting.job, micro_batch=sequences))
 
 
 def _baseline(setting: Setting) -> Setting:
-    """Return tensor parallelism over as many ranks as share attention, as Megatron-LM has it."""
+    """Return tensor parallelism over as many ranks as share attention, as in Megatron-LM."""
     method = replace(setups.MEGATRON, ranks=setting.method.ranks)
     job = replace(setting.job, virtual_stages=1, gradient_bytes=4, bubble_stages=None)
     return replace(setting, method=method, job=job)
@@ -214,7 +214,7 @@ class MemoryUse:
 
 
 def count_memory(setting: Setting) -> MemoryUse:
-    """Return what a GPU of the first stage holds at its peak."""
+    """Return the peak memory of a GPU of the first stage."""
     job, method, model = setting.job, setting.method, setting.model
     whole = 1 if setting.costs.has_heads else method.ranks  # Ulysses: attention on every rank
     dense = setting.dense_params * whole
@@ -241,7 +241,7 @@ def _layer_bytes(setting: Setting) -> float:
 
 
 def _in_flight(setting: Setting) -> float:
-    """Return how many micro-batches the first stage holds activations of."""
+    """Return the number of micro-batches whose activations the first stage holds."""
     job = setting.job
     stages = float(job.pipeline)
     if job.virtual_stages > 1:  # interleaved 1F1B, Megatron-LM (arXiv 2104.04473) section 2.2

@@ -1,7 +1,7 @@
-"""The training systems whose published runs the simulator is held against, as settings.
+"""Settings of the training systems whose published runs the simulator is compared with.
 
 Contract
-    What a paper states is taken from it; what it leaves open is said beside the value.
+    Values stated in a paper are taken from it; assumptions are noted beside the value.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DEEPSEEK: Final = Method(
 )
 """DeepSeek-V3 report, section 3: 64 expert ranks, fp8 dispatch, bf16 combine, DualPipe."""
 DUALPIPE_BUBBLE: Final = 14.0 / 3.0
-"""Table 2 there, 16 stages: 7 * (F&B + B - 3W), at B = 2F, W = F, F&B = 3F, in times of 3F."""
+"""Table 2 there, 16 stages: idle 7 * (F&B + B - 3W), at B = 2F, W = F, F&B = 3F, in times of 3F."""
 DEEPSEEK_JOB: Final = Job(
     gpus=2048,
     pipeline=16,
@@ -61,7 +61,7 @@ DEEPSEEK_JOB: Final = Job(
 
 @functools.cache
 def shipped(name: str) -> ClusterProfile:
-    """Return a profile that comes with megamoe; those do not change while it runs."""
+    """Return a profile that comes with megamoe; these do not change while it runs."""
     return load_cluster(name)
 
 
@@ -76,7 +76,7 @@ def megascale(gpus: int, fit: Fit | None = None, method: Method = MEGASCALE) -> 
 
 
 def deepseek(overlap: Overlap, fit: Fit) -> Setting:
-    """Return DeepSeek-V3 on 2,048 H800, with another overlap than its own for comparison."""
+    """Return DeepSeek-V3 on 2,048 H800, under its own overlap or another for comparison."""
     return _on_h800("deepseek-v3", replace(DEEPSEEK, overlap=overlap), DEEPSEEK_JOB, fit)
 
 

@@ -1,4 +1,4 @@
-"""How long a training step takes on a cluster: layers, pipeline, gradients, optimizer.
+"""Time of a training step on a cluster: layers, pipeline, gradients, optimizer.
 
 Contract
     step = micro-batches * slowest stage + pipeline bubble + gradients + optimizer + a fixed rest.
@@ -20,18 +20,18 @@ from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Meth
 from moe_compile.simulator.models import ModelShape
 
 FIXED_US: Final = 50e3
-"""Of a step: data loader, clipping, logging. Assumed."""
+"""Fixed time of a step: data loader, clipping, logging. Assumed."""
 OPTIMIZER_BYTES: Final = 28
-"""Read and written per parameter by Adam: fp32 weight, two moments both ways, gradient, bf16."""
+"""Bytes Adam reads and writes per parameter: fp32 weight, two moments both ways, gradient, bf16."""
 HEAD_BYTES: Final = 20
-"""Per logit: softmax and loss in fp32, five passes."""
+"""Bytes per logit: softmax and loss in fp32, five passes."""
 HEAD_KERNELS: Final = 6
 US_PER_S: Final = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is trained on how many GPUs."""
+    """The job: GPUs, pipeline and batch."""
 
     gpus: int
     pipeline: int = 1
@@ -44,7 +44,7 @@ class Job:
     micro_batch: int = 1
     """Sequences per micro-batch."""
     gradient_bytes: int = 4
-    """Of one gradient element on the wire between data-parallel ranks."""
+    """Bytes of one gradient element on the wire between data-parallel ranks."""
     bubble_stages: float | None = None
     """Idle time of the pipeline in times of one stage; None: (stages - 1) / virtual_stages."""
 
@@ -64,20 +64,20 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """A step, predicted."""
+    """Predicted times of a step."""
 
     layer: LayerTime
     num_micro_batches: float
     stage_us: float
-    """Of the slowest stage, one micro-batch."""
+    """Time of the slowest stage, one micro-batch."""
     bubble_us: float
     gradient_us: float
-    """Exchange of gradients and parameters that nothing hides."""
+    """Exposed exchange of gradients and parameters."""
     optimizer_us: float
     tokens: int
-    """Per step."""
+    """Tokens per step."""
     flops: float
-    """Of the model per step, causal attention."""
+    """Operations of the model per step, causal attention."""
     gpus: int
     peak_tflops: float
 
@@ -110,7 +110,7 @@ class Setting:
 
     @property
     def costs(self) -> LayerCosts:
-        """Return what the operators of one layer cost."""
+        """Return the operator costs of one layer."""
         return LayerCosts(
             model=self.model,
             method=self.method,
@@ -138,7 +138,7 @@ class Setting:
 
     @property
     def dense_params(self) -> float:
-        """Return all others of one stage, shared out over the ranks of a layer."""
+        """Return all other parameters of one stage, shared out over the ranks of a layer."""
         model = self.model
         shared = model.num_shared * model.expert_weights
         return self._stage_layers * (model.layer_attention_weights + shared) / self.method.ranks
@@ -190,7 +190,7 @@ def _check(setting: Setting) -> None:
 
 
 def _head_us(setting: Setting) -> float:
-    """Head and loss, forward and backward, on the last stage."""
+    """Time of head and loss, forward and backward, on the last stage."""
     kernels = Kernels(setting.profile, setting.fit)
     rows, model = setting.costs.local_tokens, setting.model
     product = kernels.gemm_us(rows, model.vocab_size, model.width)
@@ -198,7 +198,7 @@ def _head_us(setting: Setting) -> float:
 
 
 def _gradient_us(setting: Setting) -> float:
-    """Reduce-scatter of gradients and all-gather of bf16 parameters between nodes.
+    """Time of reduce-scatter of gradients and all-gather of bf16 parameters between nodes.
 
     All but the last of the interleaved chunks hide under the backward of others.
     """
@@ -209,7 +209,7 @@ def _gradient_us(setting: Setting) -> float:
 
 
 def _optimizer_us(setting: Setting) -> float:
-    """Adam over the parameters of which a rank has the state (ZeRO-1)."""
+    """Time of Adam over the parameters whose state a rank has (ZeRO-1)."""
     memory = setting.profile.memory
     dense = setting.dense_params / max(setting.replicas, 1.0)
     params = setting.expert_params / setting.expert_replicas + dense

@@ -1,4 +1,4 @@
-"""The kinds of regions, one module or folder each: `passes.kinds.contract` says what one is."""
+"""The kinds of regions, one module or folder each; `passes.kinds.contract` defines a kind."""
 
 from typing import Any, Final
 
@@ -8,4 +8,4 @@ from passes.kinds.by_heads import ByHeads
 from passes.kinds.contract import RegionKind
 
 KINDS: Final[tuple[RegionKind[Any], ...]] = (ByCounts(), ByHeads(), ByCapacity())
-"""In the order in which they look at a graph: each is told what those before it found."""
+"""Kinds in the order in which they look at a graph: each is given the findings of those before."""

@@ -43,7 +43,7 @@ from passes.replay.masked_replay import chunk_bounds
 
 AS_MANY_ROWS: Final = Left(Reason.ALREADY_DONE, "by its capacity every expert has as many rows")
 OTHER_FORMS: Final = ("dispatch", "nodes", "dispatch_wire", "combine_wire")
-"""Options for other forms than chunks."""
+"""Options for forms other than chunks."""
 OF_CAPACITY: Final = "experts with a capacity: equal parts are exchanged, the host reads nothing"
 
 
@@ -56,12 +56,12 @@ class CapacityPlan(RegionPlan):
 
 
 class ByCapacity(RegionKind[Planned[CapacityRegion]]):
-    """See the module docstring."""
+    """Regions of experts with a capacity; see the module docstring."""
 
     name: ClassVar[str] = "capacity"
 
     def find(self, facts: GraphFacts, config: MegaMoEConfig, before: Findings) -> Finds:
-        """Return the regions among the exchanges that no other kind has; numbers go on."""
+        """Return the regions among exchanges that no other kind claims; region numbers go on."""
         del config
         taken = {launch for region in before.regions for launch in region.launches}
         first = len(before.experts) + sum(other.is_region for other in before.others)
@@ -83,7 +83,7 @@ class ByCapacity(RegionKind[Planned[CapacityRegion]]):
         return Emitted(instead={region.result: result}, body=region.body)
 
     def say(self, one: Planned[CapacityRegion], config: MegaMoEConfig) -> RegionReport:
-        """Return what became of a region."""
+        """Return the report on a region."""
         del config
         region, why = one.found.region, one.left.get("chunks")
         unproven = why if why is not None and why.reason.kind is Kind.UNPROVEN else None
@@ -147,7 +147,7 @@ def _planned(
 def decide_capacity(
     region: CapacityRegion, config: MegaMoEConfig, hardware: HardwareProfile, layer: TracedNodes
 ) -> Decision | None:
-    """Return what the planner decides, None where it is not asked or has no price."""
+    """Return the planner's decision, None where it is not asked or has no price."""
     if config.chunks != "auto" or not config.equal_tokens or region.num_local_experts == 1:
         return None
     work = work_of_capacity(region, layer)

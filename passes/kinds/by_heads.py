@@ -4,7 +4,7 @@ Contract
     The groups partition the heads, along KV heads; joined, their results are the region's, bit
     for bit, since attention treats heads apart and everything else moves data; where
     `AttentionRegion.may_round`, but for how matrix products and sums over heads round.
-    All groups' exchanges are launched before the first attention; gradients of what is cut in
+    All groups' exchanges are launched before the first attention; gradients of tensors cut in
     groups are concatenated, never summed.
     Everything is emitted just before the attention, so that a selection of its backend holds.
     Attention that is no region is planned as it is, with the reason.
@@ -57,7 +57,7 @@ OPTION: Final = "attention_chunks"
 
 
 class ByHeads(RegionKind[Planned[Attention]]):
-    """See the module docstring."""
+    """Attention between exchanges of heads for sequence; see the module docstring."""
 
     name: ClassVar[str] = "attention"
 
@@ -89,7 +89,7 @@ class ByHeads(RegionKind[Planned[Attention]]):
         return Emitted(instead={region.result: result}, body=body)
 
     def say(self, one: Planned[Attention], config: MegaMoEConfig) -> AttentionReport:
-        """Return what became of one attention operator."""
+        """Return the report on one attention operator."""
         del config
         region, why = one.found.region, one.left.get(OPTION)
         sizes = (1, 0, 0)
@@ -136,7 +136,7 @@ def _planned(
 def decide_attention(
     region: AttentionRegion, config: MegaMoEConfig, hardware: HardwareProfile, layer: TracedNodes
 ) -> Decision | None:
-    """Return what the planner decides, None where it is not asked or has no price."""
+    """Return the planner's decision, None where it is not asked or has no price."""
     rounds = region.rounds and not config.allows("lossy")
     if config.attention_chunks != "auto" or not config.equal_tokens or rounds:
         return None
@@ -153,10 +153,10 @@ def decide_attention(
 def plan_head_groups(
     config: MegaMoEConfig, region: AttentionRegion, decision: Decision | None = None
 ) -> tuple[int, Left | None]:
-    """Return the number of groups of heads for `region`, and why it is one; else None.
+    """Return the number of groups of heads for `region`, and why it is one; None if it is not.
 
-    "auto" changes no bit, and is what the planner decided; where it could not, two groups where
-    the local KV heads are even in number, else one.
+    "auto" changes no bit, and takes the planner's decision; without one, two groups where the local
+    KV heads are even in number, one group where not.
     """
     asked = config.attention_chunks
     if asked == 1:
@@ -186,7 +186,7 @@ def _remarks(region: AttentionRegion, num_groups: int) -> Iterator[str]:
 
 
 def emit_head_groups(region: AttentionRegion, num_groups: int) -> fx.Node:
-    """Emit a region in `num_groups` groups of heads; return what takes its result's place."""
+    """Emit a region in `num_groups` groups of heads; return the replacement of its result."""
     assert region.head is not None
     share = region.head.size // num_groups
     pieces = Pieces(Emitter(region.core), region.tracker, region.head, [share] * num_groups)

@@ -1,4 +1,4 @@
-"""What a kind of region is: how it is found, planned, emitted anew and reported.
+"""The interface of a kind of region: finding, planning, emitting and reporting it.
 
 Contract
     Finding and planning leave the graph as it is, and follow from graph, options, profile and sizes
@@ -27,14 +27,14 @@ P = TypeVar("P", bound=Planned[Any])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finds:
-    """What one kind found in a graph."""
+    """The findings of one kind in a graph."""
 
     found: tuple[Found[Any], ...]
-    """What is planned, with or without a region."""
+    """Candidates to be planned, with or without a region."""
     others: tuple[Verdict, ...] = ()
-    """Exchanges, and regions that were matched, of which nothing is planned."""
+    """Exchanges, and matched regions, for which nothing is planned."""
     exchanges: frozenset[str] = frozenset()
-    """Names of the exchanges that other kinds are to say nothing of."""
+    """Names of the exchanges that other kinds must not report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +42,13 @@ class Emitted:
     """A region's new form."""
 
     instead: Mapping[fx.Node, fx.Node]
-    """Node of the graph as it was -> what its readers are to read."""
+    """Node of the graph as it was -> the node that its readers are to read."""
     moved: tuple[tuple[Sequence[fx.Node], fx.Node], ...] = ()
-    """Nodes that go in front of another then, in this order."""
+    """(nodes, place): the nodes are then moved in front of the place, in this order."""
     body: Sequence[fx.Node] = ()
     """Nodes in graph order to be erased where nothing reads them any more."""
     num_host_reads: int = 0
-    """Reads by the host that it has, of several integers at once."""
+    """Number of its host reads, each of several integers at once."""
 
 
 class RegionKind(ABC, Generic[P]):
@@ -59,13 +59,13 @@ class RegionKind(ABC, Generic[P]):
 
     @abstractmethod
     def find(self, facts: GraphFacts, config: MegaMoEConfig, before: Findings) -> Finds:
-        """Return what a graph has of this kind; `before` is what kinds before it found."""
+        """Return the regions of this kind in a graph; `before` has the finds of earlier kinds."""
 
     @abstractmethod
     def plan(self, state: CompileState, layers: Layers) -> tuple[P, ...]:
-        """Return the plan of all that was found of this kind; `layers` are the graph's.
+        """Return the plans of all findings of this kind; `layers` are the graph's.
 
-        Notes in `state` what later passes need to know of the graph as it is.
+        Notes in `state` the facts that later passes need of the graph as it is.
         """
 
     @abstractmethod
@@ -74,4 +74,4 @@ class RegionKind(ABC, Generic[P]):
 
     @abstractmethod
     def say(self, one: P, config: MegaMoEConfig) -> RegionReport | AttentionReport:
-        """Return what became of one that was planned."""
+        """Return the report on one planned candidate."""

@@ -1,14 +1,14 @@
-"""Run a graph once for each part of its batch, and join what leaves it.
+"""Run a graph once for each part of its batch, and join its outputs.
 
 Contract
-    Requires  a `BatchSplit`, which proves that parts compute what the whole does.
+    Requires  a `BatchSplit`, which proves that parts compute the same values as the whole.
     Order     the segments of all parts in turn: while rows of one part travel, attention and
               experts of others can run. Within a turn the last part first, so that autograd adds
               up gradients from the first part on, as gradient accumulation over the parts does.
-    What leaves the graph and is made of counts, sums or means over the batch is computed once, of
-    those of all parts added up.
+    Outputs made of counts, sums or means over the batch are computed once, from those of all parts
+    added up.
 
-Emit numbers that stand for sizes as nodes that compute the sizes.
+`SizedEmitter` emits numbers that stand for sizes as nodes that compute the sizes.
 Every number in the arguments of a call that is emitted here, and that a `SizeNumbers` has for
 a product with symbols, becomes that product of the graph's inputs. Nodes that are copied keep
 their arguments.
@@ -41,18 +41,18 @@ from passes.replay.factor_pieces import Emits, Pieces
 
 @dataclass(slots=True)
 class Parts:
-    """What was emitted."""
+    """The nodes emitted for all parts."""
 
     envs: list[dict[fx.Node, Any]]
-    """Of each part: node of the whole -> its copy."""
+    """For each part: node of the whole -> its copy."""
     kept: dict[fx.Node, Any] = field(default_factory=dict)
-    """Sums over the batch, and what is computed of them -> the same of all parts."""
+    """Sums over the batch, and values computed from them -> the same over all parts."""
     joined: dict[fx.Node, Any] = field(default_factory=dict)
-    """Output of the whole -> that of all parts."""
+    """Output of the whole -> the joined output of all parts."""
 
 
 class _Pieces(Pieces):
-    """Pieces of the batch, and of rows that are made of it."""
+    """Pieces of the batch, and of rows computed from it."""
 
     def __init__(self, emit: Emits, split: BatchSplit, shares: Sequence[int]) -> None:
         super().__init__(emit, split.tracker, split.batch, shares)
@@ -64,12 +64,12 @@ class _Pieces(Pieces):
 
 
 def part_sizes(size: Any, num_parts: int) -> list[Any]:
-    """Return how many of `size` indices each part has: as even as can be, larger ones first."""
+    """Return the number of `size` indices in each part: as even as can be, larger ones first."""
     return [(size + num_parts - 1 - i) // num_parts for i in range(num_parts)]
 
 
 def emit_parts(split: BatchSplit, shares: Sequence[int], output: fx.Node) -> Parts:
-    """Emit what runs for each share of the batch, before `output`."""
+    """Emit the graph for each share of the batch, before `output`."""
     replay = _Replay(split, shares, output)
     replay.give_inputs()
     for segment in split.segments:
@@ -80,7 +80,7 @@ def emit_parts(split: BatchSplit, shares: Sequence[int], output: fx.Node) -> Par
 
 
 def _read(env: Mapping[fx.Node, Any], node: fx.Node) -> Any:
-    """Return what a part has for `node`."""
+    """Return a part's copy of `node`."""
     return env.get(node, node)
 
 
@@ -107,7 +107,7 @@ class _Replay:
         self._shared |= {n: own for own in routed for n in own.slices if split.takes(n, own)}
 
     def give_inputs(self) -> None:
-        """Cut what has the batch; name for each part what it reads more than once."""
+        """Cut inputs that have the batch; give each part names for inputs it reads repeatedly."""
         for source in self._split.cut:
             for env, piece in zip(self.parts.envs, self._pieces.cut(source), strict=True):
                 is_written = source in self._split.written
@@ -120,7 +120,7 @@ class _Replay:
                 env[source] = self._emit.method("view_as", source, source)
 
     def _make(self, source: fx.Node, env: dict[fx.Node, Any], share: int) -> None:
-        """Emit zeros, ones or numbers of places for a part."""
+        """Emit zeros, ones or row numbers for a part."""
         tensor = tensor_of(source)
         if maker_of(source) is not None or tensor is None:
             self._pieces.replay(source, env, share)
@@ -130,7 +130,7 @@ class _Replay:
         env[source] = self._emit.instead(source, torch.arange, size, **options)
 
     def run(self, segment: Sequence[fx.Node]) -> None:
-        """Emit a segment for each part, and what is made of sums over all once these are there."""
+        """Emit a segment for each part, then values computed from sums once all are there."""
         envs, kept = self.parts.envs, self.parts.kept
         for env, share in reversed(list(zip(envs, self._shares, strict=True))):
             for node in segment:
@@ -143,7 +143,7 @@ class _Replay:
             kept[node] = self._emit.copy(node, kept)
 
     def _sum(self, node: fx.Node) -> fx.Node:
-        """Emit what parts make of a sum or a mean over the batch."""
+        """Emit the whole's sum or mean over the batch from those of the parts."""
         emit, values, terms = self._emit, [env[node] for env in self.parts.envs], terms_of(node)
         if terms is Terms.BY_SHARE:
             shared = zip(values, self._shares, strict=True)
@@ -182,14 +182,14 @@ class _Replay:
             self._pieces.replay(node, env, share)
 
     def _spread(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> fx.Node:
-        """Emit what repeats a parameter for each index of a part."""
+        """Emit the repetition of a parameter for each index of a part."""
         source, sizes = _read(env, moved(node)), self._pieces.sizes_of(node, share)
         if called_name(node) in REPEATS:
             return self._emit.method("repeat", source, repeats_in(node, sizes))
         return self._emit.method("expand", source, sizes)
 
     def _of_share(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> fx.Node:
-        """Emit what takes a rank's share of the tokens, or counts rows from the first of all."""
+        """Emit a rank's share of the tokens, or row numbers that count from the first of all."""
         own = self._shared[node]
         (num_tokens,) = self._split.sizes([[own.factor]], share)
         first = own.number * num_tokens
@@ -200,7 +200,7 @@ class _Replay:
         return self._emit.instead(node, operator.getitem, env.get(source, source), rows)
 
     def _resized(self, node: fx.Node, env: dict[fx.Node, Any], share: int) -> fx.Node:
-        """Emit the zeros that rows are put in order in, or the view of them by token."""
+        """Emit the zeros into which rows are put in order, or the view of them by token."""
         found, tracker = self._sized[node].found, self._split.tracker
         whole = size_of(tracker.dims(found.tokens)[0])
         num_tokens = whole // self._split.size * share
@@ -212,7 +212,7 @@ class _Replay:
 
 
 class SizedEmitter(Emitter):
-    """Appends nodes before `anchor`, whose sizes `numbers` stand for."""
+    """Appends nodes before `anchor`, with the sizes that `numbers` stand for."""
 
     def __init__(self, anchor: fx.Node, numbers: SizeNumbers) -> None:
         """Emit before `anchor`, which stays."""
@@ -240,7 +240,7 @@ class SizedEmitter(Emitter):
                 self._nodes[share] = self.call(operator.floordiv, more, len(shares))
 
     def ratio(self, part: int, whole: int) -> Any:
-        """Return how much of `whole` a part is, or emit it."""
+        """Return the share that a part has of `whole`, or emit it."""
         if any(self._numbers.factors(number)[1] for number in (part, whole)):
             return self.call(operator.truediv, part, whole)
         return part / whole
@@ -249,7 +249,7 @@ class SizedEmitter(Emitter):
         return map_aggregate(arguments, self._size)
 
     def _size(self, argument: Any) -> Any:
-        """Return the node that computes the size which `argument` stands for; else `argument`."""
+        """Return the node that computes the size `argument` stands for, or `argument` itself."""
         if type(argument) is not int or argument in self._nodes:
             return self._nodes.get(argument, argument)
         number, symbols = self._numbers.factors(argument)

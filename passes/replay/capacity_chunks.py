@@ -2,9 +2,9 @@
 
 Contract
     Requires  a `CapacityRegion`, which proves that experts stay apart.
-    The chunks partition the local experts; what they send back is joined in the dimension of
-    experts. Weights with that dimension are cut by one split each; of a loop over experts a chunk
-    runs its own alone. Nothing is read by the host.
+    The chunks partition the local experts; their results are joined in the dimension of experts.
+    Weights with that dimension are cut by one split each; of a loop over experts a chunk runs its
+    own alone. Nothing is read by the host.
     Order     at the region's result all dispatch launches, then per chunk: wait, experts, combine.
 """
 
@@ -26,7 +26,7 @@ from passes.replay.factor_pieces import Emits, Pieces
 
 
 def emit_capacity_chunks(region: CapacityRegion, bounds: Sequence[range]) -> fx.Node:
-    """Emit the region in chunks of these local experts; return what takes its result's place."""
+    """Emit the region in chunks of these local experts; return the replacement of its result."""
     emit = Emitter(region.result)
     pieces = pieces_of(region, emit, bounds)
     chunks = [CapacityChunk(emit, region, pieces, experts) for experts in bounds]
@@ -44,7 +44,7 @@ def emit_capacity_chunks(region: CapacityRegion, bounds: Sequence[range]) -> fx.
 
 
 def pieces_of(region: CapacityRegion, emit: Emits, bounds: Sequence[range]) -> Pieces:
-    """Return what cuts tensors of the region in chunks of these local experts."""
+    """Return the `Pieces` that cut tensors of the region into chunks of these local experts."""
     shares = [len(experts) for experts in bounds]
     return Pieces(emit, region.tracker, region.experts, shares)
 
@@ -53,7 +53,7 @@ class CapacityChunk:
     """Emits the nodes of a region for some of its experts."""
 
     def __init__(self, emit: Emits, region: CapacityRegion, pieces: Pieces, experts: range) -> None:
-        """Emit for local `experts`, whose parts of what is cut `env` is to be given first."""
+        """Emit for local `experts`; first set their pieces of cut tensors in `env`."""
         self._emit, self._region, self._pieces, self._experts = emit, region, pieces, experts
         self.env: dict[fx.Node, Any] = {}
 
@@ -104,7 +104,7 @@ class CapacityChunk:
         return self.env.get(node, node)
 
     def _take(self, node: fx.Node) -> None:
-        """Emit what takes one expert's part of all: it has another index among the chunk's."""
+        """Emit the selection of one expert's part, by its index among the chunk's experts."""
         index, source = self._region.expert_of[node] - self._experts.start, node.args[0]
         assert isinstance(source, fx.Node)
         if operator_name(source) in CUTS or operator_name(source) == "unbind":
@@ -115,7 +115,7 @@ class CapacityChunk:
         self.env[node] = self._emit.method("select", self._now(source), found[0], index)
 
     def _join(self, node: fx.Node) -> None:
-        """Emit what joins the parts of all experts, of the chunk's alone."""
+        """Emit the join of all experts' parts, with the chunk's alone."""
         parts = [self.env[part] for part in joined(node) if part in self.env]
         kwargs = {name: given for name, given in node.kwargs.items() if name != "tensors"}
         self.env[node] = self._emit.instead(node, node.target, parts, *node.args[1:], **kwargs)

@@ -2,13 +2,13 @@
 
 Contract
     Nothing is refused only where every node of every chunk runs, forward and backward, the
-    operators that it runs of the whole region, moves of data apart. Nothing is written: the replay
+    operators that it runs in the whole region, moves of data apart. Nothing is written: the replay
     runs on the tracer's values.
 
-Run a replay on values instead of writing it: the operators that each node comes to.
-Has the methods of an `Emitter` and takes nodes for what the tracer stored of them; nothing is
-computed and the graph stays as it is. An exchange hands on what it is given, and gradients, in
-the order of memory that a real one makes.
+`FakeRun` runs a replay on values instead of writing it, to collect the operators of each node.
+It has the methods of an `Emitter` and uses the values that the tracer stored of nodes; nothing is
+computed and the graph stays as it is. An exchange hands on its input, and gradients, in the
+memory order that a real one makes.
 Operators of the backward are noted with the node whose backward they are.
 """
 
@@ -45,17 +45,17 @@ MOVES: Final = SAME_VALUES | frozenset(
         "empty", "ones_like", "fill", "zero", "constant_pad_nd",
     }
 )  # fmt: skip
-"""Operators that move elements, or make constants, beside those that give views."""
+"""Operators that move elements, or make constants, beside those that return views."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was found; "" is nothing."""
+    """The findings of a trial; "" means none."""
 
     refused: str = ""
     """Why a chunk does not run the operators of the whole."""
     last_bits: str = ""
-    """Why last bits may depend on which experts a chunk has."""
+    """Why last bits may depend on the experts of a chunk."""
 
 
 def try_chunks(region: CapacityRegion, bounds: Sequence[range]) -> Trial:
@@ -120,18 +120,18 @@ def _parts(region: CapacityRegion, bounds: Sequence[range]) -> list[dict[fx.Node
 
 
 def _check_sizes(node: fx.Node, made: Any, pieces: Pieces, experts: range) -> None:
-    """Raise ValueError where a chunk makes another size than its experts have of the whole."""
+    """Raise ValueError where a chunk's value has another size than its part of the whole."""
     if isinstance(made, torch.Tensor) and list(made.shape) != pieces.sizes_of(node, len(experts)):
         raise ValueError(f"{operator_at(node)} has other sizes for a part of the experts")
 
 
 class FakeRun:
-    """Runs what is emitted; gathers the operators of each node."""
+    """Runs emitted calls; collects the operators of each node."""
 
     def __init__(
         self, fake: FakeTensorMode, modes: Mapping[fx.Node, Mode], anchor: fx.Node
     ) -> None:
-        """Run on tensors of `fake`: nodes under their own modes, all else under the anchor's."""
+        """Run on tensors of `fake`: nodes under their own modes, other calls under the anchor's."""
         self._fake, self._modes, self._anchor = fake, modes, anchor
         self.operators: dict[fx.Node, list[Call]] = {}
         """Node -> its operators: of its forward, then of its backward."""
@@ -168,7 +168,7 @@ class FakeRun:
         return self._run(node, lambda: target(*args, **kwargs))
 
     def go_back(self, result: torch.Tensor) -> None:
-        """Run the backward of all that `result` was made of."""
+        """Run the backward of all operators that made `result`."""
         leaves = [t for t in self._given.values() if _is_leaf(t)]
         if not leaves or not result.requires_grad:
             return

@@ -1,22 +1,22 @@
-"""What a chunk takes: rows of whole experts, or a share of every expert's rows; and weights.
+"""The rows of a chunk: of whole experts, or a share of every expert's rows; and its weights.
 
 Contract
-    What is emitted acts on each count by itself, so it commutes with exchanging counts and with
-    summing them: every rank splits what it sends as its peers split what they receive.
+    The emitted code acts on each count by itself, so it commutes with exchanging counts and with
+    summing them: every rank splits its sends as its peers split their receives.
 
-By experts, expert e goes to chunk `e * N // local experts`, or by load to the one that the rows of
-its rank's experts say (`split_by_load`). By tokens, of the n rows of an expert
+By experts, expert e goes to chunk `e * N // local experts`, or by load to the chunk that follows
+from the rows of its rank's experts (`split_by_load`). By tokens, of the n rows of an expert
 that one rank sends, chunk c takes rows `[n c // N, n (c + 1) // N)`.
 
 Worked example by tokens, N = 2, counts [3, 1]: chunk 0 takes [1, 0] rows, chunk 1 [2, 1].
 
-Which local experts each chunk has, where edges follow from the rows that experts have.
+With edges by load the local experts of each chunk follow from the experts' rows.
 Every rank finds the chunks of every rank's experts from the same sums of the same counts, so
 that a sender and a receiver agree by construction.
 A chunk is a range of a rank's experts in their order, and has one at least.
 
 Pseudo-code
-    rows[r, e] = sum over senders of what they send to expert e of rank r
+    rows[r, e] = sum over senders of the rows they send to expert e of rank r
     middle[r, e] = rows before e on r, and half its own
     edge[r, c] = experts whose middle lies before c / N of all rows of r
     edges leave each chunk before and behind an expert
@@ -45,15 +45,15 @@ from passes.replay.replayed import Replay
 
 @dataclass(frozen=True, slots=True)
 class ChunkAxis:
-    """How the rows sent fall apart in runs, and which chunk takes each run."""
+    """The division of the rows sent into runs, and the chunk that takes each run."""
 
     inputs: tuple[dict[fx.Node, fx.Node], ...]
-    """Per chunk: counts as sent and as received -> the same for the chunk's rows alone."""
+    """For each chunk: counts as sent and as received -> counts of the chunk's rows alone."""
     run_counts: fx.Node
     """Rows of each run, in the order in which the runs lie."""
     chunk_of_run: fx.Node
     num_experts: fx.Node | None = None
-    """How many of this rank's experts each chunk has, `[N]`; None where that is settled."""
+    """Number of this rank's experts in each chunk, `[N]`; None where known when compiling."""
 
 
 def split_by_experts(
@@ -104,7 +104,7 @@ def split_by_tokens(emit: Emitter, region: MoERegion, num_chunks: int) -> ChunkA
 
 
 def _up_to(emit: Emitter, counts: fx.Node, chunk: int, num_chunks: int) -> fx.Node:
-    """Emit how many rows of each count the chunks before `chunk` take."""
+    """Emit how many rows of each count go to chunks before `chunk`."""
     return emit.call(operator.floordiv, emit.call(operator.mul, counts, chunk), num_chunks)
 
 
@@ -115,7 +115,7 @@ def _masked(
     mask: fx.Node,
     own: fx.Node | None = None,
 ) -> dict[fx.Node, fx.Node]:
-    """Emit counts where `mask` is set for the expert of a rank, and of this rank's, `own`."""
+    """Emit counts where `mask` is set for the expert of a rank; for this rank's experts, `own`."""
     env = {}
     for node in (region.counts, region.received_counts):
         tensor = tensor_of(node)
@@ -140,11 +140,11 @@ class LoadEdges:
     """Chunks of all ranks' experts."""
 
     chunk_of: fx.Node
-    """`[ranks * local experts]`, rank-major."""
+    """Chunk of each rank's experts, `[ranks * local experts]`, rank-major."""
     own: fx.Node
-    """The same of this rank's experts, `[local experts]`."""
+    """Chunk of this rank's experts, `[local experts]`."""
     num_experts: fx.Node
-    """Of this rank in each chunk, `[N]`."""
+    """Number of this rank's experts in each chunk, `[N]`."""
 
 
 def emit_load_edges(emit: Emitter, region: MoERegion, num_chunks: int, rank: int) -> LoadEdges:
@@ -177,7 +177,7 @@ def _emit_rows(emit: Emitter, region: MoERegion) -> fx.Node:
     received, size = tensor_of(region.received_counts), region.num_ranks * region.num_local_experts
     assert received is not None
     everyone = region.received_counts
-    if received.numel() == size:  # of what this rank receives; else every rank's are there
+    if received.numel() == size:  # counts of this rank's rows, not of every rank's
         counts = emit.method("to", emit.method("reshape", region.counts, -1), ON_THE_WIRE)
         everyone = emit.call(C10D.wait_tensor, emit_gather(emit, region, counts))
     table = emit.method("reshape", everyone, region.num_ranks, size)
@@ -185,9 +185,9 @@ def _emit_rows(emit: Emitter, region: MoERegion) -> fx.Node:
 
 
 OFFSET_BYTES: Final = 4
-"""Of one offset of a grouped product, an int32."""
+"""Bytes of one offset of a grouped product, an int32."""
 ALIGNED_BYTES: Final = 16
-"""Where memory begins that Inductor hands to a product as it is; else it makes a copy for each."""
+"""Alignment of memory that Inductor passes to a product uncopied; other memory is copied first."""
 
 
 def split_weights(
@@ -195,9 +195,9 @@ def split_weights(
 ) -> dict[fx.Node, list[fx.Node]]:
     """Emit the weight of each sliceable grouped GEMM in one piece per chunk, of so many experts.
 
-    One split per GEMM: what the weight receives as its gradient from there is one concatenation,
-    not a sum of padded pieces, and still a term of its own, added where the GEMM's was. It lies in
-    memory as the weight does, as the GEMM's would: a weight given transposed is split as it lies.
+    There is one split per GEMM. The weight's gradient from there is one concatenation, not a sum
+    of padded pieces, and still a term of its own, added where the GEMM's was. It has the weight's
+    memory order, as the GEMM's would: a transposed weight is split in its own order.
     """
     pieces: dict[fx.Node, list[fx.Node]] = {}
     for gemm in sliceable:
@@ -232,7 +232,7 @@ def slice_by_load(
     chunk: int,
     replay: Replay,
 ) -> None:
-    """Give each grouped GEMM of `chunk` the weights and offsets of its experts, so many as read.
+    """Give each grouped GEMM of `chunk` the weights and offsets of its experts, as many as read.
 
     Groups of other experts have as many rows each, of `proof.padding`, and are left out as below.
     """
@@ -251,7 +251,7 @@ def slice_by_load(
 
 
 def _padded(emit: Emitter, sizes: Sequence[Size], unit: int) -> Size:
-    """Return the rows without an expert's in so many groups."""
+    """Return the number of padding rows in so many groups, which belong to no expert."""
     return times(emit, emit.call(torch.sym_sum, [*sizes]), unit) if unit and sizes else 0
 
 
@@ -260,18 +260,18 @@ def _slice(
 ) -> None:
     """Give a grouped GEMM of one chunk the weights and offsets of the chunk's experts only.
 
-    Groups of other experts may have some rows each, of `padding`: of these it is given none. Were
-    they added to groups of the chunk, the gradient of a weight would be a product over more rows,
-    which a CPU rounds otherwise where they come first.
+    Groups of other experts may have some rows each, of `padding`; the GEMM is given none of these.
+    Were they added to groups of the chunk, the gradient of a weight would be a product over more
+    rows, which a CPU rounds differently where they come first.
     """
     whole, offsets = gemm.args[1], gemm.kwargs["offs"]
     assert isinstance(whole, fx.Node) and isinstance(offsets, fx.Node)
     start, stop = replay.experts.start, replay.experts.stop
     before, behind = sum(padding[:start]), sum(padding[stop:])
     ends = replay.env[offsets]
-    if before:  # taken off all, in the kernel that computes them: slicing them is no kernel
+    if before:  # subtracted in the kernel that computes them; slicing is no kernel
         ends = emit.call(operator.sub, ends, before)
-    if start * OFFSET_BYTES % ALIGNED_BYTES:  # Inductor writes out what is read by strides, once
+    if start * OFFSET_BYTES % ALIGNED_BYTES:  # Inductor writes a strided value once
         rolled = emit.call(torch.roll, ends, -start)
         sliced = emit.call(torch.as_strided, rolled, (stop - start,), (1,))
     else:

@@ -1,4 +1,4 @@
-"""All that the host must know of the chunks of a region, in one read.
+"""All integers that the host needs of the chunks of a region, in one read.
 
 Contract
     Splits of the whole dispatch that others need are the sums of those of its chunks.
@@ -24,12 +24,12 @@ from passes.replay.replayed import Replay, emit_until_reads, needed_for
 
 @dataclass(frozen=True, slots=True)
 class ChunkReads:
-    """What the host read."""
+    """The integers that the host read."""
 
     sent: list[fx.Node]
-    """Rows of each chunk."""
+    """Rows sent of each chunk."""
     received: list[fx.Node]
-    """Likewise; [] where the region's counts do not tell."""
+    """Rows received of each chunk; [] where the region's counts do not tell."""
     others: list[fx.Node]
     """The elements of another vector."""
 
@@ -44,7 +44,7 @@ def read_chunks(
     received: Sequence[fx.Node] = (),
     others: tuple[fx.Node, int] | None = None,
 ) -> ChunkReads:
-    """Emit the read; fill in what `whole` and the replays read.
+    """Emit the read; set the integers that `whole` and the replays read.
 
     `whole` is the one replay where there is one. `received` are counts of each chunk, in place of
     the region's; `others` is a vector of so many elements, to be read as well.
@@ -81,9 +81,9 @@ def read_chunks(
 
 
 def _assert_that_they_fit(emit: Emitter, region: MoERegion, sent: Sequence[fx.Node]) -> None:
-    """Emit the check that no more rows are sent than there can be: before these are cut to size.
+    """Emit the check that no more rows are sent than there are, before rows are cut to size.
 
-    Rows are often cut off at the sum of what is sent, which then says nothing of the counts.
+    Rows are often cut off at the sum of the splits sent, which then says nothing of the counts.
     """
     rows = tensor_of(region.rows)
     most = None if rows is None else most_of(rows.shape[0])

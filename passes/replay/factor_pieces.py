@@ -1,8 +1,8 @@
 """Replay nodes on some of the indices of one factor: of heads, or of experts.
 
 Contract
-    A piece is what a tensor has of a group's indices. Pieces of what comes from outside are cut
-    by one split, so that its gradient is one concatenation; results are joined by one.
+    A piece is the part of a tensor at a group's indices. Inputs from outside are cut into pieces
+    by one split, so that the gradient is one concatenation; results are joined by one.
     Sizes that the program writes become those of the group. Emits by any emitter, on a graph or on
     values (`FakeRun`).
 """
@@ -24,7 +24,7 @@ from moe_compile.graph.query import is_all_to_all, output_splits, tensor_of
 
 
 class Emits(Protocol):
-    """What an `Emitter` does, or `FakeRun` on values."""
+    """The interface of an `Emitter`, or of `FakeRun` on values."""
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Emit a call of a function or operator."""
@@ -33,19 +33,19 @@ class Emits(Protocol):
         """Emit a call of a tensor method."""
 
     def copy(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-        """Emit `node` again, reading what `env` has for its inputs."""
+        """Emit `node` again, reading `env[input]` where env has the input."""
 
     def instead(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Emit a call of a function or operator in the place of `node`."""
 
 
 class Pieces:
-    """Emits pieces of what `tracker` followed, by groups of the indices of `factor`."""
+    """Emits pieces of tensors that `tracker` followed, by groups of the indices of `factor`."""
 
     def __init__(
         self, emit: Emits, tracker: Tracker, factor: Factor, shares: Sequence[int]
     ) -> None:
-        """Note how many indices each group has, in order."""
+        """Note the number of indices of each group, in order."""
         self._emit, self._tracker, self._factor = emit, tracker, factor
         self._shares = list(shares)
 
@@ -122,7 +122,7 @@ class Pieces:
         return [self.sizes(dims, share)[along] for dims in self._tracker.pieces_of(node)]
 
     def join(self, results: Sequence[Any], result: fx.Node) -> Any:
-        """Emit the pieces of `result` as one."""
+        """Emit the join of the pieces of `result`."""
         dims = self._tracker.dims(result)
         along = next(i for i, dim in enumerate(dims) if holds(dim, self._factor))
         at = dims[along].index(self._factor)
@@ -138,5 +138,5 @@ class Pieces:
 
 
 def _source(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """Return a group's part of what `node` moves, or the whole where groups share it."""
+    """Return a group's piece of the input that `node` moves, or the whole where groups share it."""
     return env.get(moved(node), moved(node))

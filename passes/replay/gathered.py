@@ -3,9 +3,9 @@
 Contract
     Requires  a proof that the experts treat rows independently given the counts, the gather that
               made the rows, the sum that follows, and equally many tokens, and rows, on all ranks.
-    Keeps     what the experts are given: the rows, their order and the counts are those that the
+    Keeps     the experts' input: the rows, their order and the counts are those that the
               all-to-all would bring.
-    Every rank is told what all ranks route where. One exchange of integers serves all slices; a
+    Every rank receives the routing of all ranks. One exchange of integers serves all slices; a
     factor of rows costs one exchange more, with a gradient. A slice is an equal share of a rank's
     tokens in order, with all their rows.
 
@@ -15,7 +15,7 @@ Pseudo-code
                the region's body on those rows and counts
                their sums per token of every rank -> reduce-scatter: this rank's tokens
 
-One slice of a region that runs on gathered tokens: its rows, its experts, its sums.
+A `SliceWriter` emits one slice: its rows, its experts, its sums.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from passes.replay.replayed import (
 )
 
 ON_THE_WIRE: Final = torch.int32
-"""Type of counts and token numbers on their way: a rank has fewer than 2**31 rows."""
+"""Type of counts and token numbers on the wire: a rank has fewer than 2**31 rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class GatheredRouting:
     """The routing of all ranks."""
 
     counts: tuple[fx.Node, ...]
-    """Per slice `[ranks, experts]`."""
+    """Counts of each slice, `[ranks, experts]`."""
     tokens: tuple[fx.Node, ...]
-    """Per slice `[ranks, rows of a rank]`: which of its slice's tokens a row is."""
+    """Tokens of each slice, `[ranks, rows of a rank]`: number of a row's token in its slice."""
     num_rows: Size
     """Rows that one rank has in one slice."""
     by_slice: fx.Node | None
@@ -72,7 +72,7 @@ def emit_gather(emit: Emitter, region: MoERegion, tensor: fx.Node) -> fx.Node:
 def emit_routing(
     emit: Emitter, region: MoERegion, found: TokenRows, num_slices: int
 ) -> GatheredRouting:
-    """Emit the exchange of counts and of rows' tokens; what it needs stands before `emit`."""
+    """Emit the exchange of counts and of rows' tokens; its inputs stand before `emit`."""
     num_experts = region.num_ranks * region.num_local_experts
     counts = emit.method("to", emit.method("reshape", region.counts, -1), torch.int64)
     index, by_slice = found.index, None
@@ -126,21 +126,21 @@ def emit_factor(
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What a region became."""
+    """The new form of a region."""
 
     result: fx.Node
-    """The sums of this rank's tokens, instead of the sum per token."""
+    """The sums of this rank's tokens, which replace the sum per token."""
     instead: dict[fx.Node, fx.Node]
-    """Host read whose value the graph needs outside the region -> what to read instead."""
+    """Host read whose value the graph needs outside the region -> its replacement."""
     gathers: tuple[fx.Node, ...]
     reduces: tuple[fx.Node, ...]
     """Launches that move the tokens, and the sums, of each slice."""
     routing: frozenset[fx.Node]
-    """What tells every rank what all ranks route where: once for all slices."""
+    """Nodes that share all ranks' routing: once for all slices."""
 
 
 def emit_gathered(form: GatheredForm, around: Effects, rank: int) -> Gathered:
-    """Emit the region in its new form for a rank; the old one is for the caller to take out.
+    """Emit the region in its new form for a rank; the caller removes the old one.
 
     `around` names the host reads of the region that others need and that the one read serves.
     """
@@ -185,7 +185,7 @@ def _read_host(
     slices: list[Slice],
     around: Effects,
 ) -> dict[fx.Node, fx.Node]:
-    """Emit the one read of all that the host must know; return what the served reads became."""
+    """Emit the one read of all integers the host needs; return the served reads' replacements."""
     emit, region = writer.emit, form.region
     reads = BulkRead(emit)
     for counts in routing.counts:
@@ -209,7 +209,7 @@ def _read_host(
 
 
 def _joined(emit: Emitter, form: GatheredForm, reduces: list[fx.Node]) -> fx.Node:
-    """Emit the sums of all this rank's tokens, and what they are added to."""
+    """Emit the sums of all this rank's tokens, added to the model's own addend."""
     sums = [emit.call(C10D.wait_tensor, launch) for launch in reduces]
     result = sums[0] if len(sums) == 1 else emit.call(torch.cat, sums)
     if form.found.sums.base is not None:
@@ -232,7 +232,7 @@ class Slice:
     target: fx.Node | None = None
     """Number of each row's token among the tokens of all ranks."""
     factors: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """Factor per row of the model -> that of this rank's rows."""
+    """Factor per row of the model -> the factor of this rank's rows."""
 
 
 class SliceWriter:
@@ -241,20 +241,20 @@ class SliceWriter:
     def __init__(
         self, emit: Emitter, form: GatheredForm, routing: GatheredRouting, rank: int
     ) -> None:
-        """Write what `form` says of the rows that `routing` tells, for one rank of the group."""
+        """Write the form `form` of the rows that `routing` gives, for one rank of the group."""
         self.emit, self._form, self._routing = emit, form, routing
         self._region, self._found = form.region, form.found
         self._first = rank * self._region.num_local_experts
 
     def begin(self, number: int, launch: fx.Node) -> Slice:
-        """Emit what a slice has before the host has read anything."""
+        """Emit the nodes of a slice that need no host read."""
         tokens = self.emit.call(C10D.wait_tensor, launch)
         part = Slice(number, tokens, Replay(range(self._region.num_local_experts), {}))
         part.replay.env[self._region.received_counts] = self.received(self._routing.counts[number])
         return part
 
     def set_num_rows(self, part: Slice, num_rows: Size) -> None:
-        """Note how many rows the slice has, wherever the experts read it."""
+        """Set the number of the slice's rows, wherever the experts read it."""
         part.num_rows = num_rows
         part.replay.env.update(dict.fromkeys(self._form.needs.num_rows, num_rows))
 
@@ -267,7 +267,7 @@ class SliceWriter:
         tensor = tensor_of(self._region.received_counts)
         assert tensor is not None
         if tensor.numel() == self._region.num_ranks * self._region.num_local_experts:
-            counts = self.mine(counts)  # otherwise the region has everyone's
+            counts = self.mine(counts)  # or the region receives all ranks'
         shaped = self.emit.method("reshape", counts, list(tensor.shape))
         return self.emit.method("to", shaped, tensor.dtype)
 
@@ -277,7 +277,7 @@ class SliceWriter:
         return self.emit.call(operator.getitem, counts, (slice(None), experts))
 
     def place_rows(self, part: Slice) -> None:
-        """Emit which rows the slice has, and of which tokens."""
+        """Emit the numbers of the slice's rows, and of their tokens."""
         emit, routing, local = self.emit, self._routing, self._region.num_local_experts
         counts = routing.counts[part.number]
         sizes = (part.num_rows, routing.num_rows)
@@ -297,7 +297,7 @@ class SliceWriter:
             self._gather(slices, factor, factor)
 
     def gather_weights(self, slices: list[Slice]) -> None:
-        """Emit, for this rank's rows, the weights of a weighted sum, which stand by token."""
+        """Emit, for this rank's rows, the weights of a weighted sum, which are stored by token."""
         sums = self._found.sums
         if sums.weights is None:
             return
@@ -318,7 +318,7 @@ class SliceWriter:
         emit_rest(self.emit, self._form.needs.nodes, part.replay)
 
     def launch_sums(self, part: Slice) -> fx.Node:
-        """Emit the sums per token of all ranks, and launch what adds them up over ranks."""
+        """Emit the sums per token of all ranks, and launch the reduce-scatter that adds them up."""
         emit, region, found = self.emit, self._region, self._found
         sent = region.combine.all_input_nodes[0]
         rows = part.replay.env.get(sent, sent)

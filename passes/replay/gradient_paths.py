@@ -1,7 +1,7 @@
 """Whether gradients reach the rows of every chunk as they reach those of the whole region.
 
 Contract
-    Where they do, the backward pass of each chunk has the exchanges that the region's has. Where
+    Where they do, the backward pass of each chunk has the same exchanges as the region's. Where
     they do not, as with an expert whose rows or weights are detached, the exchanges of one chunk
     leave the backward pass: on this rank alone, if only its expert is detached.
 """
@@ -21,7 +21,7 @@ from passes.replay.prune import Pruned, prune_other_experts
 def chunk_without_gradient(
     region: MoERegion, proof: RowProof, bounds: Iterable[range]
 ) -> int | None:
-    """Return the first chunk whose rows get no gradient where the region's do, None without one."""
+    """Return the first chunk whose rows lack a gradient that the region's have, if any."""
     whole = _paths(region, Pruned())
     for chunk, experts in enumerate(bounds):
         pruned = prune_other_experts(region, proof, experts)
@@ -32,12 +32,12 @@ def chunk_without_gradient(
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """Which exchanges of a region have a place in the backward pass."""
+    """The exchanges of a region that take part in the backward pass."""
 
     back: frozenset[fx.Node]
     """Combines whose rows have a gradient."""
     there: frozenset[tuple[fx.Node, fx.Node]]
-    """Dispatch and combine: what the one brought gets a gradient by the other."""
+    """Pairs of dispatch and combine: rows of the dispatch get a gradient through the combine."""
 
 
 def _paths(region: MoERegion, pruned: Pruned) -> _Paths:
@@ -66,9 +66,9 @@ def _paths(region: MoERegion, pruned: Pruned) -> _Paths:
 
 
 def _differentiated(node: fx.Node, region: MoERegion) -> list[fx.Node]:
-    """Return what `node` may give a gradient to, writers of what it reads among them."""
+    """Return the inputs to which `node` may give a gradient, writers of them included."""
     name = overload_name(node).partition("::")[2] or called_name(node)
-    if name.endswith("_like") or name.startswith("new_"):  # read a form and no value
+    if name.endswith("_like") or name.startswith("new_"):  # read a shape and no value
         return []
     needs = region.facts.dependence.needs(node)
     shapes = node.all_input_nodes[1:] if name.endswith("_as") else []

@@ -1,8 +1,8 @@
-"""Emit the way of tokens to experts in two hops: the table of sizes, what is sent, both exchanges.
+"""Emit the dispatch of tokens in two hops: the table of sizes, the messages, both exchanges.
 
 Contract
-    Every index is computed on the device, as `moe_compile.ops.hop_rows` has it; of sizes the caller
-    lets the host read what `moe_compile.ops.hop_rows.hop_sizes` says.
+    Every index is computed on the device, as in `moe_compile.ops.hop_rows`; the caller lets the
+    host read the sizes that `moe_compile.ops.hop_rows.hop_sizes` lists.
     Rows are sent as messages of eight bits where a wire is given. A message is packed once and may
     be moved, cut and handed on as rows are (`moe_compile.ops.packed_rows`). It carries no gradient:
     operators which receive rows do.
@@ -35,14 +35,14 @@ from moe_compile.regions.token_regions import TwoHopForm
 
 @dataclass(frozen=True, slots=True)
 class RowWire:
-    """The rows that travel in eight bits."""
+    """The eight-bit form of rows on the wire."""
 
     width: int
     dtype: torch.dtype
 
     @classmethod
     def of(cls, wire: str, rows: fx.Node) -> RowWire | None:
-        """Return the wire of an option for rows like `rows`; None where they go as they are."""
+        """Return an option's wire for rows like `rows`; None where they are sent unchanged."""
         if wire == "same":
             return None
         tensor = tensor_of(rows)
@@ -51,19 +51,19 @@ class RowWire:
 
 
 def gradient_wire(wire: str, rows: fx.Node) -> RowWire | None:
-    """Return the wire of an option for the gradients of rows like `rows`."""
+    """Return an option's wire for the gradients of rows like `rows`."""
     return RowWire.of(wire, rows) if wire == "fp8" else None
 
 
 def as_sent(emit: Emitter, rows: fx.Node, index: fx.Node | None, wire: RowWire | None) -> fx.Node:
-    """Emit what is sent of rows `index` of `rows`, or of all."""
+    """Emit the message of rows `index` of `rows`, or of all."""
     if wire is not None:
         return emit.call(GATHER_QUANTIZE_PACK, rows, *(() if index is None else (index,)))
     return rows if index is None else emit.method("index_select", rows, 0, index)
 
 
 def as_rows(emit: Emitter, came: fx.Node, index: fx.Node | None, wire: RowWire | None) -> fx.Node:
-    """Emit rows `index` of what came, or all of them."""
+    """Emit rows `index` of the message received, or all of them."""
     if wire is None:
         return came if index is None else emit.method("index_select", came, 0, index)
     if index is None:
@@ -73,10 +73,10 @@ def as_rows(emit: Emitter, came: fx.Node, index: fx.Node | None, wire: RowWire |
 
 @dataclass(frozen=True, slots=True)
 class HopSplit:
-    """How rows go in parts, as `moe_compile.ops.hop_rows` has it: 1 and 1 where in none."""
+    """The parts in which rows travel, as in `moe_compile.ops.hop_rows`: 1 and 1 for none."""
 
     edges: tuple[int, ...]
-    """Of the chunks: the first of this rank's experts of each, and their number."""
+    """The first of this rank's experts in each chunk, and behind them the number of experts."""
     slices: int
 
     @property
@@ -87,17 +87,17 @@ class HopSplit:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What every rank told this one, and what it told of its own."""
+    """The sizes of all ranks' exchanges, and this rank's own."""
 
     everyone: fx.Node
-    """`[N, L, S, E + C L + 1]`, as `moe_compile.ops.hop_rows` has it."""
+    """Table `[N, L, S, E + C L + 1]`, as in `moe_compile.ops.hop_rows`."""
     tokens: fx.Node
-    """How many of this rank's tokens need each node, `[S, N]`."""
+    """Number of this rank's tokens that need each node, `[S, N]`."""
     received: tuple[fx.Node, ...]
-    """Its part that says how many rows of each sender each expert of this rank gets: of each chunk
+    """Its part for this rank: rows of each sender for each expert, a tensor for each chunk,
     `[N, L, S, experts]`."""
     whole: fx.Node
-    """That of all chunks."""
+    """The same for all chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Sizes:
 
     @classmethod
     def of(cls, form: TwoHopForm, cut: HopSplit, values: list[fx.Node]) -> Sizes:
-        """Return what the host read, in the order of `moe_compile.ops.hop_rows.hop_sizes`."""
+        """Return the sizes that the host read, ordered as `moe_compile.ops.hop_rows.hop_sizes`."""
         nodes, chunks = form.nodes, len(cut.edges) - 1
         of_hop_1, of_hop_2 = cut.slices * nodes.num_nodes, cut.slices * chunks * nodes.num_local
         edges = itertools.accumulate((of_hop_1, of_hop_1, of_hop_2, of_hop_2), initial=0)
@@ -128,13 +128,13 @@ class Sizes:
 
     @staticmethod
     def number(form: TwoHopForm, cut: HopSplit) -> int:
-        """Return how many there are."""
+        """Return the number of sizes."""
         nodes, chunks = form.nodes, len(cut.edges) - 1
         return 2 * cut.slices * (nodes.num_nodes + chunks * nodes.num_local)
 
     @property
     def flat(self) -> tuple[list[fx.Node], ...]:
-        """The same as operators take them."""
+        """The sizes in the form that operators take."""
         once = (_chained(sizes) for sizes in (self.far_sent, self.far_got))
         twice = (_chained(map(_chained, sizes)) for sizes in (self.near_sent, self.near_got))
         return (*once, *twice)
@@ -142,26 +142,26 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Hops:
-    """The way of tokens to this rank's experts, as operators take it."""
+    """The dispatch of tokens to this rank's experts, in the form that operators take."""
 
     far: fx.Node
     near: list[fx.Node]
-    """Of each slice."""
+    """Indices of hop 2 for each slice."""
     fan: list[fx.Node]
-    """Of each chunk."""
+    """Order of the rows of each chunk."""
     at_home: fx.Node
     """The slot of each row of `far` among those of its token, by node."""
     on_node: list[fx.Node]
     """The slot of each row of `near` among those of its row of `far`, by expert."""
     sizes: Sizes
     hop_1: list[fx.Node]
-    """Launches, of each slice."""
+    """Launches of hop 1, for each slice."""
     hop_2: list[list[fx.Node]]
-    """Launches, of each chunk of each slice."""
+    """Launches of hop 2, for each chunk of each slice."""
 
     @property
     def launches(self) -> tuple[fx.Node, ...]:
-        """All of them, in order."""
+        """All launches, in order."""
         return (*self.hop_1, *_chained(self.hop_2))
 
 
@@ -185,7 +185,7 @@ def exchange_table(form: TwoHopForm, cut: HopSplit) -> Table:
 
 
 def _of_experts(emit: Emitter, everyone: fx.Node, experts: range) -> fx.Node:
-    """Emit what a table says of some of this rank's experts."""
+    """Emit a table's part for some of this rank's experts."""
     return emit.call(operator.getitem, everyone, (..., slice(experts.start, experts.stop)))
 
 
@@ -198,7 +198,7 @@ def as_received(region: MoERegion, table: Table) -> fx.Node:
 
 
 def total_of(emit: Emitter, sizes: list[fx.Node]) -> fx.Node:
-    """Emit the sum of what the host knows."""
+    """Emit the sum of sizes that the host knows."""
     return emit.call(torch.sym_sum, sizes)
 
 
@@ -212,7 +212,7 @@ def emit_hops(
 ) -> Hops:
     """Emit the launches of both hops: the rows of this rank's experts, as tokens have them.
 
-    `num_rows` are those of each chunk. Hop 2 of a slice is launched once its hop 1 is there.
+    `num_rows` are those of each chunk. Hop 2 of a slice is launched once its hop 1 has arrived.
     In eight bits a token is packed once, and hop 2 hands messages on. Nothing here has a gradient.
     """
     region, nodes = form.region, form.nodes
@@ -247,7 +247,7 @@ def emit_hops(
 
 
 def emit_arrival(emit: Emitter, form: TwoHopForm, hops: Hops) -> list[fx.Node]:
-    """Emit the rows of each chunk once both hops brought them, in the order of the all-to-all."""
+    """Emit the rows of each chunk once both hops have arrived, in the order of the all-to-all."""
     wire = RowWire.of(form.dispatch_wire, form.found.tokens)
     came = (
         [emit.call(C10D.wait_tensor, launch) for launch in of_chunk]
@@ -271,7 +271,7 @@ def launched(
 
 
 def pieces_of(emit: Emitter, rows: fx.Node, splits: list[list[fx.Node]]) -> list[fx.Node]:
-    """Emit the rows in pieces, each of the rows that one exchange sends by its splits."""
+    """Emit the rows in pieces, one for each exchange by its splits."""
     if len(splits) == 1:
         return [rows]
     return split_rows(emit, rows, [total_of(emit, sizes) for sizes in splits])
@@ -284,7 +284,7 @@ def split_rows(emit: Emitter, rows: fx.Node, sizes: list[fx.Node]) -> list[fx.No
 
 
 def joined(emit: Emitter, pieces: list[fx.Node]) -> fx.Node:
-    """Emit the rows of all pieces."""
+    """Emit the concatenation of all pieces."""
     return pieces[0] if len(pieces) == 1 else emit.call(torch.cat, pieces)
 
 
@@ -295,7 +295,7 @@ def _chained(lists: Iterable[list[fx.Node]]) -> list[fx.Node]:
 def _note_nominal_rows(
     form: TwoHopForm, cut: HopSplit, across: Sequence[fx.Node], inside: Sequence[fx.Node]
 ) -> None:
-    """Note on launches of both hops what they send where experts are chosen evenly, for prices."""
+    """Note on launches of both hops their rows where experts are chosen evenly, for prices."""
     region, nodes, chosen = form.region, form.nodes, tensor_of(form.chosen)
     if chosen is None or type(num_rows := chosen.numel()) is not int:
         return

@@ -3,8 +3,8 @@
 Contract
     However many integers are asked for, `finish` emits one copy to the host. Integers that are
     elements of one vector are copied as that vector: each by itself would be a kernel of its own.
-    Where a sum of integers is asked for too, the last of them is told from it: tensors whose size
-    is the sum have one symbol as their size.
+    Where a sum of integers is asked for too, the last of them is computed from it: tensors whose
+    size is the sum have one symbol as their size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def extent(emit: Emitter, node: fx.Node, dim: int) -> Size:
 
 
 def most_of(size: int | torch.SymInt) -> int | None:
-    """Return the number that a size which is known at run time alone cannot exceed, if any."""
+    """Return the upper bound of a size that is known at run time alone, if it has one."""
     if isinstance(size, int) or not free_unbacked_symbols(size):
         return None
     most = size.node.shape_env.bound_sympy(size.node.expr).upper
@@ -55,8 +55,8 @@ def times(emit: Emitter, left: Size, right: Size) -> Size:
 def name_inferred_size(copied: fx.Node, original: fx.Node) -> None:
     """Write the size for which a reshape has -1, where it is a number in `original`.
 
-    A chunk may be without rows, where torch cannot infer a size beside that of the rows. Functions
-    that the node calls, as a checkpoint does, run for chunks as they are: there too.
+    A chunk may be without rows, where torch cannot infer a size beside that of the rows. The
+    same is done in functions that the node calls, as a checkpoint does: chunks run them too.
     """
     for body in bodies(original):
         for inner in body.graph.nodes:
@@ -80,14 +80,14 @@ def name_inferred_size(copied: fx.Node, original: fx.Node) -> None:
 
 
 CONSTRAIN_RANGE: Final = torch.ops.aten.sym_constrain_range.default
-"""Says and checks that a number lies in a range: by one check, where an assertion becomes two."""
+"""Operator that states and checks the range of a number, by one check; an assertion makes two."""
 ASSERT: Final = torch.ops.aten._assert_scalar.default
 SPLITS_DO_NOT_FIT: Final = "Split sizes doesn't match total dim 0 size"
-"""What the exchange of the program says where counts do not fit the rows: chunks say the same."""
+"""The program's own message where counts do not fit the rows; chunks use the same."""
 
 
 def forget_bindings(graph: fx.Graph) -> None:
-    """Have no node claim a symbol of its own for a size that the bounds of new reads tell.
+    """Remove bindings of symbols for sizes that the bounds of new reads determine.
 
     Of `rows[:sum(splits)]` Dynamo knows no more than that its size is some number: the integers it
     is made of could be negative. Here they are known not to be, so that AOTAutograd finds the size
@@ -108,7 +108,7 @@ def forget_bindings(graph: fx.Graph) -> None:
 
 
 class Place(NamedTuple):
-    """Where an integer is: an element of a vector, or, without a length, a tensor by itself."""
+    """The place of an integer: an element of a vector, or, without a length, a tensor by itself."""
 
     tensor: fx.Node
     element: int = 0
@@ -116,7 +116,7 @@ class Place(NamedTuple):
 
 
 class BulkRead:
-    """Collects what the host must know; one copy to the host serves all of it."""
+    """Collects the integers that the host needs; one copy to the host serves all of them."""
 
     def __init__(self, emit: Emitter) -> None:
         """Emit through `emit`."""
@@ -134,7 +134,7 @@ class BulkRead:
         return [self._add(Place(source, element, length)) for element in range(length)]
 
     def ask(self, chunk: object, item: fx.Node, source: fx.Node) -> None:
-        """Ask for what the host read `item` of the region reads, in `chunk` from `source`."""
+        """Ask for the value of the region's host read `item`, in `chunk` read from `source`."""
         written = item.args[0]
         assert isinstance(written, fx.Node)
         self._asked.setdefault(id(chunk), {})[item] = self._add(_place(source, written))
@@ -189,9 +189,9 @@ class BulkRead:
 
 
 def _place(source: fx.Node, written: fx.Node) -> Place:
-    """Return where `source` is; it is `written`, or a copy of that for a chunk.
+    """Return the place of `source`; it is `written`, or a copy of that for a chunk.
 
-    Counts of a chunk are as many as those of the region, which say how long a vector is.
+    A chunk has as many counts as the region, which fixes the length of the vector.
     """
     while is_move_to_host(written) and isinstance(written.args[0], fx.Node):
         written = written.args[0]

@@ -2,31 +2,31 @@
 
 Contract
     Requires  a proof that the region's experts treat rows independently given the counts, and
-              its surroundings: that nothing tells when it runs at its result.
+              that nothing around it depends on when it runs, which is at its result.
     Keeps     every value the graph has outside the region, bit for bit; every side effect.
     Order     all counts and one bulk host read where the region's own last read stands, so that
-              who needs its integers stays where he is; at the region's result all dispatch
+              readers of its integers stay in place; at the region's result all dispatch
               launches, then per chunk: wait, experts, combine.
 
 A region is f(rows, counts). The same nodes run once per chunk on the chunk's rows and on the
 chunk's part of the counts; a correct region is right for any counts, so nothing need be known
 about the experts. Exchanging counts and taking parts of them commute (chunk_axis.py), so the one
-count exchange serves all chunks. Which experts a chunk has may follow from the counts of all ranks
-(chunk_axis.py): the host reads how many beside the sizes, and weights are split by that.
+count exchange serves all chunks. The experts of a chunk may follow from the counts of all ranks
+(chunk_axis.py): the host reads their number beside the sizes, and weights are split by it.
 
 Rows sorted by expert are sorted by chunk instead. The order is stable: rows of one run, an expert's
 or a chunk's share of it, stay together and in order. It is computed from the counts by two searches
-in sorted ends of runs; no sort of the rows. Every place lies within the rows, for counts that do
-not fit them too: rows may be moved before the host has read the counts, and the assertion about
-them is to have the last word.
+in sorted ends of runs; no sort of the rows. Every place lies within the rows, even for counts that
+do not fit them: rows may be moved before the host has read the counts, and it is the assertion
+about them that must report the error.
 
 Worked example: counts [2, 1, 1, 2] of experts 0..3, two ranks of two, chunks [0, 1, 0, 1].
 Runs start at [0, 2, 3, 4]; by chunk the experts stand as [0, 2, 1, 3], their runs start at
 [0, 2, 3, 4] with lengths [2, 1, 1, 2]; order = [0, 1, 3, 2, 4, 5].
 
-Emit nodes under the autocast that they run under where they stand.
-A copy runs under the autocast of its original; neighbours under the same one share it. What is
-not copied runs under the modes of the place where it is emitted.
+`AutocastEmitter` emits nodes under the autocast of the place where they stand.
+A copy runs under the autocast of its original; neighbours under the same one share it. Other
+nodes run under the modes of the place where they are emitted.
 """
 
 from __future__ import annotations
@@ -72,11 +72,10 @@ def chunk_bounds(num_local_experts: int, num_chunks: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """What a region became."""
+    """The new form of a region."""
 
     instead: dict[fx.Node, fx.Node]
-    """Result of the region, or host read whose value the graph needs outside it -> what to read
-    instead."""
+    """Result of the region, or host read that the graph needs outside it -> its replacement."""
     dispatches: tuple[fx.Node, ...]
     combines: tuple[fx.Node, ...]
     """Launches of each chunk's dispatch and combine, in order of chunks."""
@@ -94,9 +93,9 @@ def emit_chunks(
     """Emit the region in `num_chunks` chunks before its result.
 
     `around` says where the host reads, and which host reads of the region others need: they join
-    the bulk read. A chunk holds whole experts or, `by_tokens`, a share of each's rows. Which
-    experts follows from the rows they have where `rank_by_load` is given: this rank.
-    What was the region before stays, for the caller to replace and to erase.
+    the bulk read. A chunk holds whole experts or, `by_tokens`, a share of each's rows. With
+    `rank_by_load`, which is this rank, its experts follow from the rows they have.
+    The region's old nodes stay, for the caller to replace and to erase.
     """
     modes = region.facts.modes
     early, emit = AutocastEmitter(around.read_at, modes), AutocastEmitter(region.result, modes)
@@ -155,18 +154,18 @@ def _split(
 def emit_results(
     emit: Emitter, result: fx.Node, replays: Sequence[Replay], order: fx.Node, inverse: fx.Node
 ) -> fx.Node:
-    """Emit what came back to all chunks, in the order in which it comes back to the region."""
+    """Emit the rows returned to all chunks, in the order in which they return to the region."""
     rows = emit.call(PERMUTE_ROWS, _joined(emit, result, replays), inverse, order)
     rows.meta.update(result.meta)  # later passes read its sizes
     return rows
 
 
 def _joined(emit: Emitter, result: fx.Node, replays: Sequence[Replay]) -> fx.Node:
-    """Return what came back to all chunks, one chunk after another.
+    """Return the rows returned to all chunks, one chunk after another.
 
     Rows of one number get a column for it: autograd gives an empty vector in a concatenation a
-    gradient of zeros that depends on nothing, and what exchanges it back would leave the backward
-    pass, on a rank without tokens alone.
+    gradient of zeros that depends on nothing, so the exchange of that gradient would leave the
+    backward pass, on a rank without tokens alone.
     """
     parts, rows = [replay.env[result] for replay in replays], tensor_of(result)
     if rows is None or rows.dim() > 1:
@@ -185,10 +184,10 @@ def experts_of_chunks(
 
 
 class AutocastEmitter(Emitter):
-    """Appends nodes before `anchor`, copies under autocast as their originals."""
+    """Appends nodes before `anchor`, copies under the autocast of their originals."""
 
     def __init__(self, anchor: fx.Node, modes: Mapping[fx.Node, Mode]) -> None:
-        """Begin without autocast; `modes` has all nodes that are to be copied."""
+        """Begin without autocast; `modes` has all nodes that may be copied."""
         super().__init__(anchor)
         self._modes = modes
         self._open: list[tuple[fx.Node, fx.Node]] = []
@@ -209,7 +208,7 @@ class AutocastEmitter(Emitter):
         return super().copy(node, env)
 
     def _switch(self, wanted: tuple[fx.Node, ...]) -> None:
-        """Leave and enter autocast until what `wanted` entered is in force, and nothing else."""
+        """Leave and enter autocast until only the contexts of `wanted` are in force."""
         if tuple(entered for entered, _ in self._open) == wanted:
             return
         while self._open:
@@ -240,7 +239,7 @@ def emit_row_order(
 
 
 def assert_all_are_sent(emit: Emitter, region: MoERegion, sent: list[fx.Node]) -> fx.Node:
-    """Emit the check that as many rows are sent as there are; return how many that is."""
+    """Emit the check that all rows are sent; return their number."""
     num_rows = emit.method("size", region.rows, 0)
     total = emit.call(torch.sym_sum, sent)
     emit.call(ASSERT, emit.call(operator.eq, total, num_rows), SPLITS_DO_NOT_FIT)
@@ -249,7 +248,7 @@ def assert_all_are_sent(emit: Emitter, region: MoERegion, sent: list[fx.Node]) -
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Rows that lie in runs: how many, where each run starts and ends."""
+    """Rows that lie in runs: the number, the start and the end of each run."""
 
     counts: fx.Node
     starts: fx.Node

@@ -2,14 +2,14 @@
 
 Contract
     Only nodes proven to have no rows in the chunk, or to write none, are left out, and only where
-    every reader is left out too or joins rows: joining nothing changes no value. So is what is
-    computed from counts for these nodes alone.
+    every reader is left out too or joins rows: joining nothing changes no value. Nodes computed
+    from counts for these nodes alone are left out as well.
     A concatenation that runs has an input.
 
 Pseudo-code
     empty = nodes whose rows all belong to experts of other chunks,
             splits into such nodes, and joins of nothing else
-    until nothing changes: keep what a node that runs needs; a join that runs needs an input
+    until nothing changes: keep nodes that a running node needs; a running join needs an input
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ CONCATENATIONS: Final = (torch.cat, torch.concat, torch.concatenate)
 
 @dataclass(slots=True)
 class Pruned:
-    """What one chunk does without."""
+    """The nodes and inputs that one chunk leaves out."""
 
     nodes: set[fx.Node] = field(default_factory=set)
     """Nodes of the region the chunk does not run."""
     dropped_from: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
-    """Concatenation -> the inputs it goes without."""
+    """Concatenation -> the inputs it leaves out."""
     inputs: dict[fx.Node, dict[fx.Node, fx.Node]] = field(default_factory=dict)
-    """Node -> inputs it reads instead of the chunk's copies."""
+    """Node -> inputs it reads in place of the chunk's copies."""
     without_rows: dict[fx.Node, tuple[Size, Size]] = field(default_factory=dict)
-    """Node of rows -> how many of the first and of the last it is not given; their results are 0,
-    and nothing depends on them."""
+    """Node of rows -> numbers of first and of last rows it is not given; their results are 0, and
+    nothing depends on them."""
 
 
 def prune_other_experts(region: MoERegion, proof: RowProof, experts: range) -> Pruned:
-    """Return what the chunk holding local `experts` can do without."""
+    """Return the nodes and inputs that the chunk with local `experts` can leave out."""
     joins = {node: pieces for node in proof.joins if (pieces := _pieces(node))}
     of_experts = (*proof.expert_rows, *proof.writes)
     empty = {node for node, expert in of_experts if expert not in experts}
@@ -62,7 +62,7 @@ def prune_other_experts(region: MoERegion, proof: RowProof, experts: range) -> P
 
 
 def _only_for(empty: set[fx.Node], count_side: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return what is computed from counts for nodes that are left out, and for nothing else."""
+    """Return the nodes computed from counts that only left-out nodes read."""
     unneeded = set(empty)
     for node in reversed([*count_side]):
         is_left = bool(node.users) and set(node.users) <= unneeded
@@ -72,7 +72,7 @@ def _only_for(empty: set[fx.Node], count_side: Iterable[fx.Node]) -> set[fx.Node
 
 
 def _pieces(node: fx.Node) -> set[fx.Node]:
-    """Return what a concatenation joins, {} where it is not written as a list of nodes."""
+    """Return the inputs of a concatenation, {} where it is not written as a list of nodes."""
     pieces: Iterable[object] = ()
     if node.target in CONCATENATIONS and node.args and isinstance(node.args[0], list | tuple):
         pieces = node.args[0]
@@ -80,6 +80,6 @@ def _pieces(node: fx.Node) -> set[fx.Node]:
 
 
 def _is_needed(node: fx.Node, joins: dict[fx.Node, set[fx.Node]], empty: set[fx.Node]) -> bool:
-    """Whether a node that runs needs `node`: as more than one of several pieces to join."""
+    """Whether a running node needs `node`: as more than one of several pieces to join."""
     running = [user for user in node.users if user not in empty]
     return any(node not in joins.get(user, ()) or joins[user] <= empty for user in running)

@@ -1,10 +1,10 @@
-"""One replay of a region's body: what each node became, and how its host reads join one read.
+"""One replay of a region's body: the copy of each node, and its host reads in one bulk read.
 
 Contract
-    What the host must know is asked for, not read: one bulk read serves every replay.
-    Rows that are changed elsewhere, by casts, factors and weights of sums, are changed by operators
-    that are the model's own, or equal them element by element: values and gradients of the rows are
-    those that the model computes for the same rows at home.
+    Integers for the host are asked for, not read: one bulk read serves every replay.
+    Rows changed elsewhere, by casts, factors and weights of sums, are changed by the model's own
+    operators, or ones equal to them element by element: values and gradients of the rows are those
+    that the model computes for the same rows at home.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from passes.replay.prune import Pruned
 
 @dataclass(slots=True)
 class Replay:
-    """One chunk: what each node of the region became in it."""
+    """One chunk: the copy in it of each node of the region."""
 
     experts: range
     env: dict[fx.Node, Any]
@@ -54,7 +54,7 @@ def emit_until_reads(
     part: Mapping[fx.Node, Part],
     wanted: set[fx.Node],
 ) -> None:
-    """Emit what of `wanted` one chunk makes before the one read, and ask for what that reads."""
+    """Emit the nodes of `wanted` that stand before the one read; ask for the integers read."""
     for node in region.count_side:
         if node not in wanted or node in replay.env or node in replay.pruned.nodes:
             continue
@@ -72,7 +72,7 @@ def emit_until_reads(
 
 
 def emit_rest(emit: Emitter, nodes: Iterable[fx.Node], replay: Replay) -> None:
-    """Emit the nodes this chunk does not have yet, without those it does not need."""
+    """Emit the nodes this chunk does not have yet, without the pruned ones."""
     for node in nodes:
         if node in replay.env or node in replay.pruned.nodes:
             continue
@@ -90,11 +90,11 @@ def emit_rest(emit: Emitter, nodes: Iterable[fx.Node], replay: Replay) -> None:
 def _copy_without_rows(
     emit: Emitter, node: fx.Node, env: dict[fx.Node, Any], before: Size, behind: Size
 ) -> fx.Node:
-    """Emit `node` for its rows but the first and the last ones; put zeros where they would be."""
+    """Emit `node` on its rows except the first and last ones; put zeros in their places."""
     rows = node.args[0]
     assert isinstance(rows, fx.Node)
     if isinstance(before, int) and isinstance(behind, int):
-        # torch 2.11's Inductor fails at an end left open of a length known at run time alone
+        # torch 2.11's Inductor fails at an open end if the length is known at run time alone
         end = -behind if behind else emit.method("size", env[rows], 0)
         inner = emit.call(operator.getitem, env[rows], slice(before, end))
         copied = _copy_for_chunk(emit, node, {**env, rows: inner})
@@ -113,7 +113,7 @@ def _copy_without_rows(
 
 
 def _copy_for_chunk(emit: Emitter, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
-    """Emit `node` again for a chunk, which may be without rows, reading what `env` has for it."""
+    """Emit `node` again for a chunk, which may be without rows, reading its inputs in `env`."""
     copied = emit.copy(node, env)
     name_inferred_size(copied, node)
     return copied
@@ -134,7 +134,7 @@ def changed_rows(
 
 
 def weights_of_rows(emit: Emitter, sums: TokenSum) -> fx.Node:
-    """Emit the weights of a weighted sum, which stand by token, for each row: `[R, 1]`."""
+    """Emit the weights of a weighted sum, which are stored by token, for each row: `[R, 1]`."""
     assert sums.weights is not None
     flat = emit.method("reshape", sums.weights, -1)
     return emit.method("unsqueeze", emit.call(operator.getitem, flat, sums.index), -1)
@@ -143,7 +143,7 @@ def weights_of_rows(emit: Emitter, sums: TokenSum) -> fx.Node:
 def weighted_rows(
     emit: Emitter, sums: TokenSum, rows: fx.Node, factors: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Emit what a sum per token adds up, each row times its weight, in the types the model has.
+    """Emit the terms of a sum per token, each row times its weight, in the model's types.
 
     A batched product with weights `[T, 1, k]` gives a row the gradient `weight * gradient`: one
     product each, as an elementwise one with weights `[T, k, 1]`.

@@ -1,4 +1,4 @@
-"""Run a MoE region on rows that come in two hops: a token crosses to a node once.
+"""Run a MoE region on rows that travel in two hops: a token crosses to a node once.
 
 Contract
     Requires  a proof of the region, the gather that made the rows, the sum that follows, experts
@@ -6,29 +6,29 @@ Contract
     Keeps     the experts' rows, bit for bit and in the order that the all-to-all would bring, and
               the terms of every sum and gradient; unless sums are made on the nodes (`rounds`) also
               every value that the graph has outside the region.
-    Sends     forward rows, and backward gradients of sums, in two hops; what is summed per token,
-              the results and the gradients of rows, flat and un-summed, in the order it had, or
-              (`rounds`) in two hops as well, summed on the node.
+    Sends     forward rows, and backward gradients of sums, in two hops. The terms of sums per
+              token, which are results and gradients of rows, go flat and un-summed, in their old
+              order, or (`rounds`) in two hops as well, summed on the node.
     Order     where the model dispatches, hop 1 of all slices of tokens, hop 2 of each slice once
-              that is there; at the region's result per chunk of experts: wait, experts, the way
+              that has arrived; at the region's result per chunk of experts: wait, experts, the way
               home. A chunk has the rows of all slices.
 
 Pseudo-code
-    where counts are exchanged: the table that tells every rank the sizes of all exchanges
+    where counts are exchanged: the table that gives every rank the sizes of all exchanges
     one read by the host: these sizes
     hop 1 of tokens -> hop 2 -> changed as the model changes rows at home: the experts' rows
     the region's body on those of each chunk -> home, without a gradient -> the model's own sum
                               or, if it rounds, changed as at home -> back, summed after each hop
     that sum, its gradient sent in two hops and changed as the model's would be
 
-Emit the way home of rows that came in two hops: summed on the node, then at home.
+`emit_sums` emits the way home: rows are summed on the node, then at home.
 A token's rows cross from a node as one, in the type of its sum or, as rows inside the node, in
-eight bits. Orders and types are those of
-`moe_compile.ops.two_hops`; each collective is a node of its own.
+eight bits. Orders and types are those of `moe_compile.ops.two_hops`; each collective is a node of
+its own.
 
-Send what the model multiplies its rows by, where rows go in two hops: a number for each row.
-They go flat and at once, and so do their gradients home, where sums are made on the nodes; else
-they get none here: the model's own use gives it.
+`FactorExchange` sends the factors of the model's rows: a number for each row.
+They go flat and at once, and so do their gradients home, where sums are made on the nodes. In the
+other case they get none here: the model's own use gives it.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ from passes.replay.replayed import Replay, changed_rows, emit_rest, weighted_row
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """What a region became."""
+    """The new form of a region."""
 
     instead: dict[fx.Node, fx.Node]
-    """What the graph outside the region reads -> what to read instead."""
+    """Node that the graph outside the region reads -> its replacement."""
     hops: tuple[fx.Node, ...]
     """Launches that bring the rows."""
     combines: tuple[fx.Node, ...]
@@ -89,7 +89,7 @@ class Divided:
 
 @dataclass(slots=True)
 class _Arrived:
-    """What there is once tokens have come."""
+    """The state of a region once its tokens have arrived."""
 
     form: TwoHopForm
     proof: RowProof
@@ -99,14 +99,14 @@ class _Arrived:
     hops: Hops
     replays: list[Replay]
     axis: ChunkAxis | None
-    """How the rows sent fall apart in chunks; None where there is one."""
+    """The division of the rows sent into chunks; None where there is one."""
     exchange: FactorExchange
     factors: Factors
-    """Those that the model has before its dispatch."""
+    """Factors that the model applies before its dispatch."""
 
 
 def emit_two_hops(form: TwoHopForm, proof: RowProof, cut: HopSplit, around: Effects) -> Divided:
-    """Emit the region in its new form; the old one is for the caller to take out.
+    """Emit the region in its new form; the caller removes the old one.
 
     `around` says where the host reads, and which host reads of the region others need.
     """
@@ -142,16 +142,16 @@ def emit_two_hops(form: TwoHopForm, proof: RowProof, cut: HopSplit, around: Effe
 
 
 def _first_place(region: MoERegion, around: Effects) -> fx.Node:
-    """Return where what the host reads is there, and all that the model sends.
+    """Return the first place where the host's integers, and the rows to send, are there.
 
-    Hops without gradients may be launched there: before the host reads for what follows.
+    Hops without gradients may be launched there, before the host's read for the rest.
     """
     place, dispatch = region.facts.dependence.position, region.dispatched[0].launch
     return dispatch if place[around.read_at] < place[dispatch] else region.result
 
 
 def _summed_as_written(emit: Emitter, arrived: _Arrived) -> Divided:
-    """Emit the experts, the flat way home, and the sum of the model with a gradient in two hops."""
+    """Emit the experts, the flat way home, and the model's sum with a gradient in two hops."""
     form, hops, replays = arrived.form, arrived.hops, arrived.replays
     region, found, total = form.region, form.found, form.found.sums.total
     wire, parts, order = RowWire.of(form.combine_wire, region.result), [region.rows], None
@@ -215,7 +215,7 @@ def _factors(form: TwoHopForm, readers: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _run_experts(emit: Emitter, arrived: _Arrived, rows: Sequence[fx.Node]) -> list[fx.Node]:
-    """Emit the region's body on the rows of each chunk; return what each sends back."""
+    """Emit the region's body on the rows of each chunk; return the rows that each sends back."""
     region, proof = arrived.form.region, arrived.proof
     sliceable = proof.sliceable if arrived.axis is not None else ()
     weights = split_weights(emit, sliceable, [len(c) for c in arrived.cut.chunks])
@@ -234,12 +234,12 @@ def _run_experts(emit: Emitter, arrived: _Arrived, rows: Sequence[fx.Node]) -> l
 
 
 def _sends(region: MoERegion, rows: fx.Node, replay: Replay) -> dict[fx.Node, Any]:
-    """Return what the combine of the region reads where it sends `rows`."""
+    """Return the environment for the region's combine, with `rows` as its input."""
     return {**replay.env, region.combine.all_input_nodes[0]: rows}
 
 
 def _changed_after(emit: Emitter, arrived: _Arrived, rows: Sequence[fx.Node]) -> list[fx.Node]:
-    """Emit what the model makes of the rows of each chunk at home before it adds them up."""
+    """Emit the model's changes at home to each chunk's rows, up to the sum."""
     form, found, sums = arrived.form, arrived.form.found, arrived.form.found.sums
     late = {f: f for f in _factors(form, found.after) if f not in arrived.factors[0]}
     if sums.weights is not None:
@@ -264,13 +264,13 @@ def _with_gradient_in_hops(
 
 
 def _splits_of(region: MoERegion, replay: Replay) -> Way:
-    """Return what the dispatch receives from each rank, and sends to each."""
+    """Return the dispatch's splits: rows received from each rank, and sent to each."""
     received, sent = output_splits(region.dispatch), input_splits(region.dispatch)
     return [replay.env.get(n, n) for n in received], [replay.env.get(n, n) for n in sent]
 
 
 def _whole_way(emit: Emitter, region: MoERegion, replays: Sequence[Replay]) -> Way:
-    """Return what the dispatch of all chunks receives from each rank, and sends to each."""
+    """Return the splits of all chunks' dispatches added up, as in `_splits_of`."""
     ways = [_splits_of(region, replay) for replay in replays]
     if len(ways) == 1:
         return ways[0]
@@ -283,21 +283,21 @@ def _whole_way(emit: Emitter, region: MoERegion, replays: Sequence[Replay]) -> W
 
 @dataclass(frozen=True, slots=True)
 class WayHome:
-    """The integers of the way home."""
+    """The index tensors of the way home."""
 
     back: list[fx.Node]
-    """Rows of each chunk in the order in which they came."""
+    """Order of each chunk's rows as they arrived."""
     on_node: list[fx.Node]
-    """Places of each row of hop 1, of each slice, among those that come back to its place on the
-    node."""
+    """For each slice, places of each row of hop 1 among the rows that return to its place on
+    the node."""
     at_home: fx.Node
-    """Places of each token among those that come home."""
+    """Places of each token among the rows that return home."""
 
 
 def emit_way_home(
     emit: Emitter, form: TwoHopForm, table: Table, hops: Hops, num_rows: list[fx.Node]
 ) -> WayHome:
-    """Emit the integers of the way home."""
+    """Emit the index tensors of the way home."""
     region, nodes, k = form.region, form.nodes, form.found.rows_per_token
     assert k is not None
     most = min(k, nodes.num_local * region.num_local_experts)
@@ -315,10 +315,10 @@ def emit_way_home(
 def emit_sums(
     emit: Emitter, form: TwoHopForm, rows: list[fx.Node], home: WayHome, hops: Hops
 ) -> tuple[tuple[fx.Node, ...], fx.Node]:
-    """Emit the sums per token of `rows`, of each chunk, added to what the model adds them to.
+    """Emit the sums per token of each chunk's `rows`, added to the model's own addend.
 
-    Return the launches, and the sums in the type that the model's have, rounded to it once. A node
-    adds up the rows of a slice once those of all chunks are there, by expert.
+    Return the launches, and the sums in the type of the model's, rounded to it once. A node
+    adds up the rows of a slice by expert, once those of all chunks are there.
     """
     sums, nodes, sizes = form.found.sums, form.nodes, hops.sizes
     total, wire = tensor_of(sums.total), RowWire.of(form.combine_wire, sums.total)
@@ -350,12 +350,12 @@ def emit_sums(
 Way: TypeAlias = tuple[list[Any], list[Any]]
 """Rows that an exchange receives from each rank, and sends to each."""
 Factors: TypeAlias = list[dict[fx.Node, fx.Node]]
-"""Of each chunk: a factor of the model's rows -> that of the chunk's rows."""
+"""For each chunk: a factor of the model's rows -> the factor of the chunk's rows."""
 
 
 @dataclass(slots=True)
 class FactorExchange:
-    """The way of a region's factors."""
+    """The exchange of a region's factors."""
 
     form: TwoHopForm
     cut: HopSplit
@@ -363,11 +363,11 @@ class FactorExchange:
     received: list[fx.Node]
     """Rows of each chunk."""
     way: Way
-    """Of the flat exchange of all chunks."""
+    """Splits of the flat exchange of all chunks."""
     _by_chunk: tuple[fx.Node, fx.Node] | None = None
 
     def send(self, emit: Emitter, factors: Mapping[fx.Node, fx.Node]) -> Factors:
-        """Emit, for the rows of each chunk, what the model has for its rows, each by its name."""
+        """Emit the factors of each chunk's rows, by the names of the model's factors."""
         way = (*self.way, self.form.region.group)
         launches = {
             name: emit.call(C10D.all_to_all_single, emit.method("detach", factor), *way)
@@ -389,7 +389,7 @@ class FactorExchange:
         return found
 
     def _order(self, emit: Emitter) -> tuple[fx.Node, fx.Node]:
-        """Return in which order flat rows lie by chunk, emitted once, and the inverse."""
+        """Return the order of flat rows by chunk, emitted once, and its inverse."""
         if self._by_chunk is None:
             num_rows = emit.call(torch.sym_sum, self.received)
             both = emit.call(CHUNK_ROWS, self.table.whole, list(self.cut.edges), num_rows)

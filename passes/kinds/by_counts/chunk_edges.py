@@ -1,13 +1,14 @@
-"""Decide where chunks of experts begin and end: at even distances, or where rows say it.
+"""Decide where chunks of experts begin and end: at even distances, or by the experts' rows.
 
 Contract
-    By load where the option asks for it, or a price under `routing_skew` does, and every chunk runs
-    the same nodes whatever its experts. Under that price the number of chunks is decided again.
+    Edges go by load where the option asks for it, or a price under `routing_skew` does, and every
+    chunk runs the same nodes whatever its experts. Under that price the number of chunks is decided
+    again.
 
-What `routing_skew` leaves to the planner of a flat exchange: its chunks, and their edges.
-None where nothing is left to it, or where ranks might decide apart.
-A function of graph, options, profile and size of the group.
-How rows travel is decided before, by prices of even routing.
+With `routing_skew` the planner chooses the chunks of a flat exchange, and their edges.
+The decision is None where nothing is left to choose, or where ranks might decide apart. It is a
+function of graph, options, profile and size of the group.
+The number format of rows is decided before, by prices of even routing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OF_TOKENS: Final = "chunks are of tokens"
 
 
 def decide_edges(draft: Draft, state: CompileState, layer: TracedNodes) -> None:
-    """Note whether chunks of a region have edges by load, and if that is open but not done, why."""
+    """Note whether a region's chunks have edges by load; if that is open but not done, note why."""
     decision = _decide(draft, state, layer)
     edges = state.config.chunk_edges
     if edges == "even":
@@ -81,7 +82,7 @@ def _by_price(draft: Draft, decision: Decision | None, config: MegaMoEConfig) ->
 
 
 def _why_even(draft: Draft) -> Left | None:
-    """Return what stands against edges by load."""
+    """Return the reason against edges by load."""
     if draft.gathered is not None:
         return Left(Reason.GATHERED, "no chunk has experts of its own")
     if draft.two_hops is not None:
@@ -96,19 +97,19 @@ def _why_even(draft: Draft) -> Left | None:
 
 
 def _is_bound(proof: RowProof) -> bool:
-    """Whether which experts a chunk has must be known when compiling."""
+    """Whether the experts of a chunk must be known when compiling."""
     named = proof.expert_rows or proof.writes or proof.whole
     return bool(named) or any(len(set(padding)) > 1 for padding in proof.padding.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatExchange:
-    """What is known of a region that is exchanged flat, before its chunks have edges."""
+    """A region whose rows are exchanged flat, before its chunks have edges."""
 
     num_chunks: int
-    """As options and the decision say; where `chunks` is "auto", to be decided once more."""
+    """Number by options and the decision; where `chunks` is "auto", to be decided once more."""
     decision: Decision | None
-    """On even routing; None where nothing else was left to the planner."""
+    """Decision on even routing; None where nothing else was left to the planner."""
     rows_per_token: int
     may_follow_loads: bool
     """Whether edges by load can be made."""
@@ -123,7 +124,7 @@ def decide_uneven(
 ) -> Decision | None:
     """Return the number of chunks of a flat exchange, and their edges, under `routing_skew`.
 
-    None where that is 0 or leaves nothing open, and of experts that are written out one by one.
+    None where the option is 0 or leaves nothing open, and for experts written out one by one.
     """
     is_open = "auto" in (config.chunks, config.chunk_edges)
     if not (config.routing_skew and config.equal_tokens and is_open):
@@ -149,7 +150,7 @@ def decide_uneven(
 
 
 def _exchanged(decision: Decision | None, config: MegaMoEConfig, work: RegionWork) -> Candidate:
-    """Return how rows travel: as was decided, else as options name."""
+    """Return how rows travel: as decided, or as options name it where nothing was."""
     if decision is None:
         wires = [
             named_wire("dispatch", config.dispatch_wire, work),

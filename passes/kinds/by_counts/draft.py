@@ -1,4 +1,4 @@
-"""What is decided on one MoE region so far: filled in step by step, then made a plan."""
+"""The decisions on one MoE region so far: filled in step by step, then turned into a plan."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from moe_compile.regions.token_regions import GatheredForm, TwoHopForm
 
 @dataclass(kw_only=True, slots=True)
 class Draft:
-    """What is decided on one region so far."""
+    """The decisions on one region so far."""
 
     found: FoundExperts
     proof: RowProof | Left
     never_packed: Mapping[str, Left] = field(default_factory=dict)
-    """Of `dispatch` and `combine` those whose rows must keep their number format, and why."""
+    """Those of `dispatch` and `combine` whose rows must keep their number format -> why."""
     gathered: GatheredForm | None = None
     not_gathered: Left | None = None
     two_hops: TwoHopForm | None = None
@@ -33,12 +33,12 @@ class Draft:
     by_tokens: bool = False
     """Whether chunks are of tokens, in place of experts."""
     num_slices: int = 1
-    """Of hop 1, beside chunks of experts."""
+    """Slices of hop 1, beside chunks of experts."""
     not_chunked: Left | None = None
     by_load: bool = False
     """Whether edges of chunks follow from the rows that experts have."""
     even_edges: Left | None = None
-    """Why they do not, where the option does not say so."""
+    """Why edges stay even, where the option does not ask for that."""
     decision: Decision | None = None
     not_priced: str = ""
     costs: DispatchCosts | None = None
@@ -57,14 +57,14 @@ class Draft:
 
     @property
     def nodes(self) -> str:
-        """Whether and how rows come in two hops, as the option names it."""
+        """Whether and how rows travel in two hops, as the option names it."""
         if self.two_hops is None:
             return "off"
         return "rounded" if self.two_hops.rounds else "exact"
 
     @property
     def node_rounding(self) -> NodeRounding | None:
-        """How sums round that are made on the nodes; None where none are."""
+        """Rounding of sums on the nodes; None where none are made there."""
         if self.two_hops is None or not self.two_hops.rounds:
             return None
         of = {"results": self.two_hops.combine_wire != "same"}

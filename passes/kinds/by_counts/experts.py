@@ -6,16 +6,17 @@ Contract
 
 Pseudo-code
     for each proven region: could its tokens be gathered? the planner decides between the ways
-    for each that is not gathered: are its rows to come in two hops? else its number of chunks
-    all that are to be rewritten together: what stays around them, or a refusal
+    for each that is not gathered: shall its rows travel in two hops? else its number of chunks
+    all that are to be rewritten together: the nodes that stay around them, or a refusal
     for each: the wires of its two exchanges
 
-Left regions whose chunks would compute otherwise, or miss exchanges, once it is known which.
-Of regions whose rows are exchanged flat, in several chunks; others are left as decided.
+`check_chunks` refuses regions whose chunks would compute other values, or miss exchanges, once the
+experts of each chunk are known. It looks at regions in several chunks whose rows are exchanged
+flat; others are left as decided.
 
-Grouped products for which the host waits on this GPU: said once, and no number by "auto".
-Follows from the program and the kind of GPU. Ranks with other GPUs may decide otherwise; they
-then run the program as it is written, as for any difference between plans.
+Where the host waits for grouped products on this GPU, a warning says so once, and "auto" makes no
+chunks. That follows from the program and the kind of GPU. Ranks with other GPUs may decide apart;
+they then run the program as it is written, as for any difference between plans.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ BY_EXPERTS: Final = (
 def plan_experts(
     state: CompileState, layers: Layers
 ) -> tuple[tuple[PlannedExperts, ...], tuple[fx.Node, ...]]:
-    """Return the plan of every MoE region in `state.found`, and what nothing needs after it.
+    """Return the plan of every MoE region in `state.found`, and the nodes unused after it.
 
-    `layers` are the graph's, which are traced if something in them is to be priced.
+    `layers` are the graph's; they are traced if something in them has to be priced.
     """
     by_tokens = state.config.chunk_by == "tokens"
     drafts = [Draft(found=f, proof=f.proof, by_tokens=by_tokens) for f in state.found.experts]
@@ -147,7 +148,7 @@ def plan_token_slices(
 ) -> tuple[int, Left | None]:
     """Return the slices of tokens an all-gathered region runs in, and a reason unless as asked.
 
-    "auto" is what the planner decided, where it could.
+    "auto" takes the planner's decision, where there is one.
     """
     if config.chunks == "auto" and config.chunk_by == "tokens" and decision is not None:
         num_slices = decision.chosen.candidate.num_chunks
@@ -171,7 +172,7 @@ def _decided(
     gathering: Gathering | None = None,
     hopping: Hopping | None = None,
 ) -> Decision | None:
-    """Return what the planner decides, None where it is not asked or has no price."""
+    """Return the planner's decision, None where it is not asked or has no price."""
     kept, hardware = frozenset(draft.never_packed), state.hardware
     return decide_experts(
         draft.found, state.config, hardware, layer, gathering, hopping, never_packed=kept
@@ -181,7 +182,7 @@ def _decided(
 def _decide_hops(
     draft: Draft, forms: Forms, hopping: Hopping | None, state: CompileState, layer: TracedNodes
 ) -> None:
-    """Decide whether the rows of a region that is not gathered come in two hops."""
+    """Decide whether the rows of a region that is not gathered travel in two hops."""
     is_open = draft.decision is None or draft.decision.gathers or state.config.nodes != "auto"
     if hopping is not None and is_open:
         draft.decision = _decided(draft, state, layer, hopping=hopping)
@@ -199,7 +200,7 @@ def _gathering(
     config: MegaMoEConfig,
     layer: TracedNodes,
 ) -> Gathering | None:
-    """Return what the planner prices, None where it is not asked or bytes are not known."""
+    """Return the work to be priced, None where the planner is not asked or bytes are not known."""
     if draft.costs is None or not isinstance(draft.proof, RowProof):
         return None
     if not asks_planner(config, can_gather=True):
@@ -213,7 +214,7 @@ def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> Non
     if products_wait(draft.region) and state.config.chunks == "auto":
         draft.num_chunks, draft.not_chunked = 1, Left(Reason.PRODUCTS_WAIT)
         return
-    if draft.decision is None or draft.decision.gathers:  # the latter was not to be done
+    if draft.decision is None or draft.decision.gathers:  # gathering was refused
         draft.decision = _decided(draft, state, layer)
         draft.not_priced = layer.not_traced if draft.decision is None else ""
     draft.num_chunks, draft.not_chunked = plan_num_chunks(
@@ -224,7 +225,7 @@ def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> Non
 
 
 def _examine_together(drafts: Sequence[Draft]) -> Aftermath:
-    """Refuse what cannot be rewritten beside the others; note what stays around the rest."""
+    """Refuse regions that cannot be rewritten beside the others; note the nodes around the rest."""
     chosen = [draft for draft in drafts if draft.is_rewritten]
     after = find_effects([_rewrite(draft, drafts) for draft in chosen])
     for draft in chosen:
@@ -255,7 +256,7 @@ def _rewrite(draft: Draft, drafts: Iterable[Draft]) -> Replacement:
 
 
 def _sliced(draft: Draft) -> tuple[fx.Node, ...]:
-    """Return the grouped products whose weights go in pieces, one for each chunk."""
+    """Return the grouped products whose weights are cut, a piece for each chunk."""
     is_whole = draft.by_tokens or draft.num_chunks == 1
     return () if is_whole or isinstance(draft.proof, Left) else draft.proof.sliceable
 
@@ -305,7 +306,7 @@ def _plan(draft: Draft, wires: Mapping[str, str]) -> ExpertsPlan:
 
 
 def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
-    """Return what of the options is not done to a region's chunks and dispatch, and why."""
+    """Return option -> why it is not carried out, for a region's chunks and dispatch."""
     why: dict[str, Left | None] = {
         "dispatch": draft.not_gathered,
         "nodes": draft.not_in_two_hops,
@@ -319,7 +320,7 @@ def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
 
 
 def check_chunks(draft: Draft) -> None:
-    """Refuse a region of which a chunk would go without its exchanges in the backward pass."""
+    """Refuse a region if a chunk would mix rows, or lose its exchanges in the backward pass."""
     is_flat = draft.gathered is None and draft.two_hops is None
     if isinstance(draft.proof, Left) or draft.num_chunks == 1 or not is_flat:
         return
@@ -341,7 +342,7 @@ GROUPED: Final = frozenset({"_grouped_mm", "grouped_mm"})
 
 
 def products_wait(region: MoERegion) -> bool:
-    """Whether the experts of `region` have a product for which the host waits; then says so."""
+    """Whether the host waits for a product of the experts of `region`; if so, warn."""
     products = [node for node in region.row_side if called_name(node) in GROUPED]
     values = [value for node in products if (value := tensor_of(node)) is not None]
     if not any(waits_in_products(value.device) for value in values):

@@ -1,4 +1,4 @@
-"""Whether the tokens of a MoE region can be gathered, its rows not exchanged; its work then.
+"""Whether the tokens of a MoE region can be gathered instead of its rows exchanged; its work then.
 
 Contract
     The graph is as the model wrote it, and is not edited: a copy is rewritten, and read.
@@ -46,7 +46,7 @@ def gathered_form(
     config: MegaMoEConfig,
     found: TokenRows | Left,
 ) -> GatheredForm | Left:
-    """Return how the tokens of a region would be gathered, whole, or why they cannot be."""
+    """Return the form in which the tokens of a region would be gathered, or why they cannot be."""
     if isinstance(experts.proof, Left):
         return Left(Reason.NOT_PROVEN, experts.proof.reason.value)
     if (unfit := why_mixed(experts.proof) or why_rounded(experts.proof)) is not None:
@@ -68,14 +68,14 @@ def gathered_form(
 
 
 def why_mixed(proof: RowProof) -> Left | None:
-    """Return what may need all rows of an expert at once, None where nothing does."""
+    """Return the reason if a node may need all rows of an expert at once, None without one."""
     for node, _ in proof.whole:
         return Left(Reason.NOT_PROVEN, f"{operator_at(node)} may mix rows of an expert")
     return None
 
 
 def why_rounded(proof: RowProof) -> Left | None:
-    """Return why no other form than chunks is known to keep to a bound, None where one is."""
+    """Return why no form other than chunks has a known bound, None where one has."""
     for reason, nodes in (
         (Reason.SHARED_PARAMETER, proof.shared),
         (Reason.UNSTABLE_SORT, proof.reordered),
@@ -86,7 +86,7 @@ def why_rounded(proof: RowProof) -> Left | None:
 
 
 def may_be_priced(config: MegaMoEConfig, costs: DispatchCosts | None) -> bool:
-    """Whether gathering may be chosen, or be advice: then the rule of bytes must speak for it."""
+    """Whether gathering may be chosen, or be advice, which the rule of bytes must support."""
     if config.dispatch != "all_to_all":
         return True
     is_asked = asks_planner(config, can_gather=True)
@@ -96,7 +96,7 @@ def may_be_priced(config: MegaMoEConfig, costs: DispatchCosts | None) -> bool:
 def gathering(
     region: MoERegion, proof: RowProof, regions: Iterable[MoERegion], found: TokenRows
 ) -> Replacement:
-    """Say what gathered tokens take the place of: from the gather of the rows to their sums.
+    """Return the nodes that gathered tokens replace: from the gather of the rows to their sums.
 
     Host reads that another region has too stay where they are: it may be rewritten as well.
     """
@@ -120,7 +120,7 @@ def against(
     costs: DispatchCosts | None,
     config: MegaMoEConfig,
 ) -> Left | None:
-    """Return what speaks against gathering tokens that could be gathered."""
+    """Return the reason against gathering tokens that could be gathered."""
     if config.dispatch != "auto":
         return None if config.dispatch == "all_gather" else Left(Reason.NOT_ASKED)
     if quantises_rows(config):
@@ -145,11 +145,11 @@ def gathered_work(
     regions: Iterable[MoERegion],
     layer: Collection[fx.Node] | None = None,
 ) -> RegionWork | None:
-    """Return the work of the region's `layer`, or of all, in its new form.
+    """Return the work of the region's `layer`, or of the graph, with tokens gathered.
 
     None where a size is not static.
 
-    Its parts are the tokens of a rank where each has proven as many rows, else one.
+    Its parts are the tokens of a rank where each has proven as many rows, and one in other cases.
     """
     regions, found = list(regions), form.found
     tokens, rows, total = known_rows(found.tokens), known_rows(found.index), found.sums.total
@@ -185,15 +185,15 @@ def gathered_work(
 
 
 def _carried(value: Any, twins: Mapping[Any, Any]) -> Any:
-    """Return the same said of a copy of the graph, in which `twins` take the place of others."""
+    """Return `value` for a copy of the graph, with nodes replaced by their `twins`."""
     return copy.deepcopy(value, {id(one): twin for one, twin in twins.items()})
 
 
 def _apply(form: GatheredForm, rewrite: Replacement) -> frozenset[fx.Node]:
-    """Rewrite the region; return what tells every rank what all ranks route where."""
+    """Rewrite the region; return the nodes that share all ranks' routing."""
     after = find_effects([rewrite])
     around = after.around[form.region.name]
-    assert not isinstance(around, Left)  # as `gathered_form` has asked
+    assert not isinstance(around, Left)  # `gathered_form` has checked it
     gathered = emit_gathered(form, around, rank=0)  # the same on every rank: ranks decide alike
     replace_uses(around.sizes)
     replace_uses({**gathered.instead, form.found.sums.total: gathered.result})

@@ -39,7 +39,7 @@ from passes.replay.two_hops import emit_two_hops
 
 
 class ByCounts(RegionKind[PlannedExperts]):
-    """See the module docstring."""
+    """Regions of experts by counts; see the module docstring."""
 
     name: ClassVar[str] = "experts"
 
@@ -51,7 +51,7 @@ class ByCounts(RegionKind[PlannedExperts]):
         return Finds(found=found, others=tuple(others))
 
     def plan(self, state: CompileState, layers: Layers) -> tuple[PlannedExperts, ...]:
-        """Return the plan of every region; note launches, results and what will be dead."""
+        """Return the plan of every region; note launches, results and nodes that will be dead."""
         planned, state.dead = plan_experts(state, layers)
         regions = [one.found.region for one in planned]
         state.launches = {
@@ -80,7 +80,7 @@ class ByCounts(RegionKind[PlannedExperts]):
         )
 
     def say(self, one: PlannedExperts, config: MegaMoEConfig) -> RegionReport:
-        """Return what became of a region."""
+        """Return the report on a region."""
         return region_report(one, config.dispatch)
 
 
@@ -109,7 +109,7 @@ def _bytes_of_row(rows: torch.Tensor | None) -> int:
 
 
 class _Form(NamedTuple):
-    """What was emitted of a region."""
+    """The nodes emitted for a region."""
 
     dispatches: Sequence[fx.Node]
     combines: Sequence[fx.Node]
@@ -136,7 +136,7 @@ def _form(one: PlannedExperts) -> _Form:
 
 
 def _cut(one: PlannedExperts) -> HopSplit:
-    """Return the parts in which rows go in two hops: chunks of experts, slices of tokens."""
+    """Return the parts in which rows travel in two hops: chunks of experts, slices of tokens."""
     local, num = one.found.region.num_local_experts, one.plan.num_chunks
     if one.plan.by_tokens:
         return HopSplit((0, local), slices=num)

@@ -1,9 +1,9 @@
-"""Whether the rows of a MoE region can come in two hops, and do; in how many parts.
+"""Whether the rows of a MoE region can travel in two hops, and do; in how many parts.
 
 Contract
     The graph is as the model wrote it, and is not edited.
-    Which ranks share a node is what was registered of the region's process group: alike on all of
-    its ranks. A choice follows from that, graph, options and profile: the same on every rank.
+    The ranks that share a node are those registered for the region's process group: alike on all
+    of its ranks. A choice follows from them, graph, options and profile: the same on every rank.
     Parts change no bit. Chunks of experts are those of the flat exchange, and refused where these
     are; slices are of hop 1 alone, and experts wait for all of them.
 """
@@ -48,7 +48,7 @@ def two_hop_form(
     *,
     rounds: bool,
 ) -> TwoHopForm | Left:
-    """Return how a region would be dispatched in two hops, or why it cannot be.
+    """Return the form of a region dispatched in two hops, or why it cannot be.
 
     With `rounds` its sums per token are made on the nodes.
     """
@@ -82,7 +82,7 @@ def two_hop_form(
 def replacement_by_two_hops(
     form: TwoHopForm, proof: RowProof, sliced: tuple[fx.Node, ...] = ()
 ) -> Replacement:
-    """Say what two hops take the place of: the region's body, and its exchange of counts.
+    """Return the nodes that two hops replace: the region's body, and its exchange of counts.
 
     Where sums are made on the nodes, all from the gather of the rows to their sums. `sliced` are
     grouped products whose weights are cut into pieces.
@@ -113,9 +113,9 @@ def replacement_by_two_hops(
 
 
 def against_routing(found: TokenRows, *, rounds: bool = False) -> Reason | None:
-    """Return what of the rows and their sum would not be the same in two hops.
+    """Return the reason why the rows and their sum would not be the same in two hops.
 
-    Where sums are made on the nodes: nor within the bound that is known of them.
+    Where sums are made on the nodes: why they would not be within the known bound.
     """
     if found.chosen is None or not found.is_chosen_once:
         return Reason.CHOSEN_TWICE
@@ -127,7 +127,7 @@ def against_routing(found: TokenRows, *, rounds: bool = False) -> Reason | None:
 
 
 def _told(region: MoERegion) -> tuple[fx.Node, ...]:
-    """Return what stands between the exchange of counts and the counts received, both included.
+    """Return the nodes from the exchange of counts to the counts received, both included.
 
     () where that exchange brings the counts of all ranks for all experts.
     """
@@ -150,7 +150,7 @@ def _rounds_weights(found: TokenRows) -> bool:
 
 
 Forms: TypeAlias = Mapping[str, TwoHopForm | Left]
-"""Value of the option -> how the region would be sent by it, or why it cannot be."""
+"""Value of the option -> the region's form under it, or why it cannot be."""
 TRIED: Final = {
     "off": (),
     "exact": ("exact",),
@@ -164,7 +164,7 @@ def hop_forms(
     config: MegaMoEConfig,
     found: TokenRows | Left,
 ) -> Forms:
-    """Return the forms that the option may come to."""
+    """Return the forms that the option allows."""
     return {
         nodes: two_hop_form(experts, found, rounds=nodes == "rounded")
         for nodes in TRIED[config.nodes]
@@ -172,7 +172,7 @@ def hop_forms(
 
 
 def shape_of_hops(forms: Forms) -> HopShape | None:
-    """Return what goes which way; None where no form can be, or a row has no known size."""
+    """Return the shares of rows by where they go; None without a form or a known row size."""
     form = next((f for f in forms.values() if isinstance(f, TwoHopForm)), None)
     rows = None if form is None else tensor_of(form.region.rows)
     if form is None or rows is None or type(width := rows.shape[1]) is not int:
@@ -189,7 +189,7 @@ def shape_of_hops(forms: Forms) -> HopShape | None:
 
 
 def hopping_of(forms: Forms) -> Hopping | None:
-    """Return what a price is to judge; None where no form can be."""
+    """Return the choices to be priced; None without any form."""
     shape = shape_of_hops(forms)
     if shape is None:
         return None
@@ -226,13 +226,13 @@ class HopParts(NamedTuple):
     num_slices: int
     """Slices of tokens that hop 1 goes in beside chunks of experts."""
     why: Left | None
-    """Why chunks are not as asked."""
+    """Why the number of chunks is not the one asked."""
 
 
 def plan_hop_parts(
     experts: FoundExperts, config: MegaMoEConfig, decision: Decision | None
 ) -> HopParts:
-    """Return the parts; "auto" is what the planner decided for two hops, else one."""
+    """Return the parts; "auto" takes the planner's decision for two hops, one part without it."""
     chosen = None if decision is None else decision.chosen.candidate
     if chosen is not None and chosen.nodes == "off":
         chosen = None

@@ -1,8 +1,8 @@
-"""What of the experts must run only where an expert's rows are whole: not proven row by row.
+"""Nodes that must run only where an expert's rows are whole: they are not proven row by row.
 
 Contract
-    A chunk of whole experts computes it from the same numbers as the region does. A chunk without
-    the expert must not run it; a chunk of tokens would run it on a part of the rows.
+    A chunk of whole experts computes them from the same numbers as the region does. A chunk without
+    the expert must not run them; a chunk of tokens would run them on a part of the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from passes.replay.prune import prune_other_experts
 def find_mixing(
     region: MoERegion, proof: RowProof, bounds: Iterable[range], *, by_tokens: bool
 ) -> Left | None:
-    """Return the refusal of chunks that would run such a node otherwise; None without one."""
+    """Return the refusal of chunks that would run such a node on other rows; None without one."""
     if by_tokens and proof.whole:
         return Left(
             Reason.ROWS_MIXED,

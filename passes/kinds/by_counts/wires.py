@@ -1,9 +1,9 @@
-"""Decide in which number format the rows of a region's two exchanges travel.
+"""Decide the number formats of the rows in a region's two exchanges.
 
 Contract
-    A region need not be proven, nor chunked: nothing but the exchange would be touched. What would
-    not be right of rounded rows is refused: integers made of them, modes that change on the way.
-    What may not be so for any option is told to the planner before it prices.
+    A region need not be proven, nor chunked: only the exchange would be touched. Uses for which
+    rounded rows would be wrong are refused: integers made of rows, modes that change on the way.
+    Exchanges refused under any option are known to the planner before it prices.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from passes.kinds.by_counts.draft import Draft
 QUANTIZED: Final = ("fp8", "fp8_forward")
 NOT_ASKED: Final = Left(Reason.NOT_ASKED)
 NO_PASS: Final = Left(Reason.DISABLED)
-"""Of rows that could be packed, where the pass that packs them is disabled."""
+"""The reason for rows that could be packed, where the pass that packs them is disabled."""
 
 
 def never_packed(found: FoundExperts, config: MegaMoEConfig) -> dict[str, Left]:
     """Return which of `dispatch` and `combine` must keep their number format, and why."""
     against = {name: _against(found, name) for name in ("dispatch", "combine")}
-    if "quantize_exchanges" in config.disable_passes:  # what no pass does is not to be priced
+    if "quantize_exchanges" in config.disable_passes:  # no pass would do it: no price
         against = {name: why or NO_PASS for name, why in against.items()}
     return {name: why for name, why in against.items() if why is not None}
 
@@ -58,17 +58,17 @@ def plan_wires(draft: Draft, config: MegaMoEConfig) -> tuple[dict[str, str], dic
 
 
 def _why_not(draft: Draft, name: str) -> Left | None:
-    """Return what stands against eight bits, for the way in which a region is dispatched."""
+    """Return the reason against eight bits, under the region's dispatch."""
     if draft.gathered is not None:
         return Left(Reason.SUMS_TRAVEL)
     why = draft.never_packed.get(name)
     if why is NO_PASS and draft.two_hops is None:
-        return None  # a plan says so until it is taken in that no pass does it
+        return None  # the plan packs them until the disabled pass is withdrawn
     return why
 
 
 def _wire_asked(name: str, option: str, draft: Draft) -> str:
-    """Return what the option says, or for "auto" what was decided for the way that rows go."""
+    """Return the option's wire, or for "auto" the one decided for this dispatch."""
     if option != "auto":
         return option
     if draft.decision is None:
@@ -98,7 +98,7 @@ def _against(found: FoundExperts, name: str) -> Left | None:
 
 
 def _needs_its_rows(launch: fx.Node, found: FoundExperts) -> Reason | None:
-    """Return what of the program around an exchange would not be right of rounded rows."""
+    """Return the reason why the program around an exchange needs exact rows."""
     if isinstance(found.proof, Left) and found.proof.reason is Reason.COMMUNICATES:
         return Reason.COMMUNICATES
     waits, modes = waits_on(launch), found.region.facts.modes
@@ -110,7 +110,7 @@ def _needs_its_rows(launch: fx.Node, found: FoundExperts) -> Reason | None:
 
 
 def _makes_integers(region: MoERegion) -> bool:
-    """Whether integers are made of the rows of activations between dispatch and combine."""
+    """Whether integers are computed from the activations' rows between dispatch and combine."""
     seen, todo = {region.combine}, [region.dispatch]
     while todo:
         node = todo.pop()

@@ -1,4 +1,4 @@
-"""What became of a MoE region, in words: chunks, gathered tokens or exchanged rows, and why.
+"""The report on a MoE region in words: chunks, gathered tokens or exchanged rows, and why.
 
 Contract
     Every figure comes from static facts of the region; bytes are per token and direction.
@@ -41,7 +41,7 @@ BY_LOAD: Final = "each step's counts say which experts a chunk has: about as man
 
 
 def region_report(one: PlannedExperts, asked: str) -> RegionReport:
-    """Return what became of a MoE region; `asked` is the option `dispatch`."""
+    """Return the report on a MoE region; `asked` is the option `dispatch`."""
     region, plan = one.found.region, one.plan
     left, chunks = dict(one.left), one.left.get("chunks")
     remarks = [chunks.why] if chunks and isinstance(one.proof, RowProof) else []
@@ -123,7 +123,7 @@ def _wire(one: PlannedExperts, name: str) -> str:
 
 
 def dispatch_remarks(one: PlannedExperts, asked: str) -> list[str]:
-    """Return what to say of the dispatch of one region for which the option says `asked`."""
+    """Return the remarks on the dispatch of one region under the option's value `asked`."""
     if asked == "all_to_all":
         return []
     said = []
@@ -137,7 +137,7 @@ def dispatch_remarks(one: PlannedExperts, asked: str) -> list[str]:
 
 
 def node_remarks(one: PlannedExperts) -> list[str]:
-    """Return what to say of the two hops of one region, or of why it has none."""
+    """Return the remarks on the two hops of one region, or on why it has none."""
     prices = _prices(one.hop_prices) if one.hop_prices is not None else []
     if not one.plan.is_in_two_hops:
         left = one.left.get("nodes")
@@ -164,7 +164,7 @@ def node_remarks(one: PlannedExperts) -> list[str]:
 
 
 def _messages(one: PlannedExperts) -> list[str]:
-    """Return what rows of eight bits are in two hops, beside those of the flat exchange."""
+    """Return how eight-bit rows in two hops compare with those of the flat exchange."""
     form, plan = one.two_hops, one.plan
     if form is None or plan.dispatch_wire == plan.combine_wire == "same":
         return []
@@ -180,7 +180,7 @@ def _messages(one: PlannedExperts) -> list[str]:
 
 
 def _parts(one: PlannedExperts) -> list[str]:
-    """Return what of the two hops goes in parts."""
+    """Return the parts that two hops run in."""
     num, slices = one.plan.num_chunks, one.plan.hop_slices
     if one.plan.by_tokens:
         num, slices = 1, num
