@@ -1,22 +1,22 @@
-"""The door: `torch.compile(model, backend="megamoe")`.
+"""The entry point of `torch.compile(model, backend="megamoe")`.
 
 Contract
     Without a MoE region, or attention between exchanges, the graph goes to Inductor as it came:
-    same code, same cache keys. Only `gradient_wire` concerns such graphs too, which
-    then say what they launch, as those with regions do.
-    What launches collectives first runs once all ranks may: see `moe_compile.runtime.agreement`.
+    same code, same cache keys. Only `gradient_wire` concerns such graphs too, which then record
+    their launches, as those with regions do.
+    A callable with collectives first runs once all ranks may: see `moe_compile.runtime.agreement`.
     A graph with an all-to-all and no region is warned of, with the reason, once per place.
     torch's configuration is changed only inside our own compilations, with two exceptions: at
     import `torch._dynamo.config.capture_scalar_outputs`, without which Dynamo would break the
     graph at the split sizes before any backend sees it; and `fail_on_recompile_limit_hit`, see
-    `torch_quirks.recompile_limit`. docs/limits.md says what they change for other programs. Also at
+    `torch_quirks.recompile_limit`. docs/limits.md lists their effects on other programs. Also at
     import, grouped products are made known to torch's flop counter, and callbacks around
     compilations to Dynamo (`torch_quirks.untraceable_guards`).
 
-What the option `strict` raises for: what was meant and asked for, and could not be proven.
-One rule for every pass: a verdict with the option that asked for it, and a reason that says it
-is meant and not proven. Nothing is raised for what is no region, for what is done already, or
-for what does not pay: the reasons say which they are.
+The option `strict` raises for rewrites that were meant and asked for, and could not be proven.
+One rule holds for every pass: a verdict names the option that asked for it, and its reason says
+that it is meant and not proven. Nothing is raised for code that is no region, that is rewritten
+already, or that would not gain: the reasons say which.
 """
 
 from __future__ import annotations
@@ -143,9 +143,10 @@ def megamoe(
 
 
 def _capture_host_reads() -> None:
-    """Switch on in every thread that compiles what this module's import switched on in its own.
+    """Switch on capture of host reads in this thread: the import did so in its own thread only.
 
-    Newer releases of torch keep settings of Dynamo per thread. What a user switched off stays off.
+    Newer releases of torch keep settings of Dynamo per thread. A setting that a user switched off
+    stays off.
     """
     config = torch._dynamo.config
     if config.capture_scalar_outputs or threading.get_ident() == IMPORTING_THREAD:
@@ -160,14 +161,14 @@ def _capture_host_reads() -> None:
 
 
 def _shapes_of_weights(gm: fx.GraphModule) -> list[tuple[str, list[int]]]:
-    """Return types and sizes of the parameters `gm` reads: no rank has others by its tokens."""
+    """Return types and sizes of the parameters of `gm`, which a rank's tokens do not change."""
     values = (n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
     weights = (value for value in values if isinstance(value, torch.nn.Parameter))
     return [(str(weight.dtype), list(map(int, weight.shape))) for weight in weights]
 
 
 def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Compilation]:
-    """Run the Dynamo-level passes on `gm` in place; return what later levels and reports need."""
+    """Run the Dynamo-level passes on `gm` in place; return the state and the compilation."""
     hardware = load_profile(config.hardware)
     parts = decide_parts(gm, config, rewrite) if config.batch_parts == "auto" else None
     now = config if parts is None else dataclasses.replace(config, chunks=parts.chunks)
@@ -202,9 +203,9 @@ def _run_dynamo_level(
     *,
     is_recomputed: bool = False,
 ) -> None:
-    """Run on `gm`, then on what bodies of higher-order operators, as checkpointing's, it has.
+    """Run on `gm`, then on its bodies of higher-order operators, as those of checkpointing.
 
-    Not on those of autograd functions, whose derivatives the program says itself.
+    Bodies of autograd functions are left out: the program defines their derivatives itself.
     """
     state.begin_graph(name, is_recomputed=is_recomputed)
     before, bodies = Snapshot(gm.graph), dict(gm.named_children())
@@ -230,7 +231,7 @@ def _run_dynamo_level(
 
 
 def _put_back(gm: fx.GraphModule, before: Snapshot, bodies: Mapping[str, torch.nn.Module]) -> None:
-    """Have a graph in which nothing was found be as it came."""
+    """Restore a graph in which nothing was found."""
     for name, body in bodies.items():
         setattr(gm, name, body)
     before.restore(gm.graph)
@@ -287,7 +288,7 @@ def _warn_once(text: str) -> None:
 
 
 def raise_if_strict(journal: Journal, where: str) -> None:
-    """Raise RegionRefused for the first verdict of what an option asked for and did not get.
+    """Raise RegionRefused for the first verdict on a rewrite an option asked for and did not get.
 
     `where` is the place in the user's source that is compiled, for verdicts without their own.
     """

@@ -1,7 +1,7 @@
 """The command line; its subcommands are in moe_compile/commands.
 
 Contract
-    What the user can put right is said in one line, and the exit status is 2.
+    An error that the user can correct is printed in one line, and the exit status is 2.
 """
 
 from __future__ import annotations

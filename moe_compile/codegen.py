@@ -8,9 +8,9 @@ Contract
     A program in which a pass failed is not kept in a cache: torch has no public way to take it out,
     so the compilation ends there and begins again without the pass, under keys of its own. Every
     process meets the failure, whether its code then comes from a cache or not.
-    One graph is too late for that: a backward that is compiled as it first runs, in a program
+    For one graph it is too late to begin again: a backward compiled as it first runs, in a program
     without host reads. The pass is left out there, and a process that finds the program in a cache
-    does not hear of it.
+    does not learn of it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ HOOKS: Final = {
 FUSIONS: Final = "pre_grad_fusion_options"
 
 EVERY_LEVEL: Final = tuple(itertools.chain.from_iterable(HOOKS.values()))
-"""What runs on a graph that there is work on."""
+"""Levels that run on a graph with work for them."""
 
 AFTER_PARTITION: Final = (POST_GRAD_EARLY, POST_GRAD, RECORD)
-"""What runs on the forward and the backward graph apart, in order."""
+"""Levels that run on the forward and the backward graph separately, in order."""
 
 
 class FailedPass(Exception):
@@ -65,7 +65,7 @@ class FailedPass(Exception):
 
 
 class LevelPass(CustomGraphPass):
-    """Levels of our pipeline on one of Inductor's hooks, after what stood there."""
+    """Levels of our pipeline on one of Inductor's hooks, after the passes already there."""
 
     def __init__(
         self, levels: Sequence[Level], state: CompileState, before: CustomGraphPass | None
@@ -88,7 +88,7 @@ class LevelPass(CustomGraphPass):
                 raise FailedPass(*self._state.dropped)
 
     def uuid(self) -> Any:
-        """Return what identifies this pass in cache keys; None when it cannot be identified."""
+        """Return the identity of this pass in cache keys; None when it cannot be identified."""
         mine = _identity(self._state)
         if self._before is None:
             return mine
@@ -98,12 +98,12 @@ class LevelPass(CustomGraphPass):
 
 
 def _sources() -> str:
-    """Return what tells versions of megamoe, and of what other packages add to it, apart."""
+    """Return hashes that identify the versions of megamoe and of packages that extend it."""
     return f"{hash_of_sources()} {hash_of_packages()}"
 
 
 def _identity(state: CompileState) -> str:
-    """Return what identifies our passes, and those left out, in cache keys."""
+    """Return the identity of our passes, and of those left out, in cache keys."""
     given = f"{state.config.digest_text()} {state.hardware} {state.site} {state.plan_digest}"
     return " ".join([_sources(), given, *sorted(state.dropped)])
 
@@ -127,7 +127,7 @@ def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> bool
 
 
 def plan_of(state: CompileState) -> str:
-    """Return a digest of what was made of a compiled program; "" where it runs as written.
+    """Return a digest of the rewrites of a compiled program; "" where it runs as written.
 
     Passes that failed on the graphs compiled so far are part of it: other ranks may have none.
     """
@@ -152,9 +152,9 @@ def compile_with_inductor(
     state: CompileState,
     patches: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Compile by Inductor; a graph that needs no pass exactly as Inductor alone does.
+    """Compile by Inductor; a graph that needs no pass, exactly as Inductor alone does.
 
-    Where it keeps host reads its backward keeps what was saved all the same.
+    If the graph keeps host reads, its backward still keeps the saved tensors.
     """
     levels = _levels(state)
     ours = _settings(state)
@@ -179,7 +179,7 @@ def _compile_without_failures(
     state: CompileState,
     settings: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Compile by Inductor, again where a pass failed: `state` then says which to leave out."""
+    """Compile by Inductor, again where a pass failed: `state` then lists those to leave out."""
     reported = len(state.journal.records)
     while True:
         known = len(state.dropped)
@@ -205,7 +205,8 @@ def _let_into_cache(gm: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str,
     """Prepare a graph for AOTAutograd's cache; return the settings with which it is taken.
 
     Inductor's fusions on Dynamo graphs, which are off unless asked for, take an example value for
-    a tensor, also where none is known: with these the graph stays as it is, and no cache takes it.
+    a tensor, also where none is known: with such fusions the graph stays as it is, and no cache
+    takes it.
     """
     if not patches.get(FUSIONS, getattr(inductor_config, FUSIONS)):
         note_receivers(gm.graph)
@@ -213,7 +214,7 @@ def _let_into_cache(gm: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str,
 
 
 def _settings(state: CompileState) -> dict[str, object]:
-    """Return Inductor's settings for a graph that passes of ours work on; {} for another."""
+    """Return Inductor's settings for a graph that our passes work on; {} for any other."""
     is_scheduled = POST_GRAD in _levels(state) and state.config.schedule
     return settings_of_ours(is_scheduled=is_scheduled) if state.has_work else {}
 
@@ -232,7 +233,7 @@ def compile_with_fx(
     patches: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """Run AOTAutograd's graphs node by node in our order: eager's bits, for tests."""
-    del patches  # Inductor's: nothing of it runs
+    del patches  # settings of Inductor, which does not run
     levels = _levels(state)
 
     def compile_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -251,10 +252,11 @@ def compile_with_fx(
 
 
 def _partition_as_written(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
-    """Partition a graph that no pass rewrites so that what runs has eager's bits.
+    """Partition a graph that no pass rewrites so that its results have eager's bits.
 
-    The min-cut partitioner may compute from an input what a write has changed since; AOTAutograd's
-    default one may leave a dropout of the forward in the backward graph, which draws once more.
+    The min-cut partitioner may recompute from an input that a write has changed since;
+    AOTAutograd's default one may leave a dropout of the forward in the backward graph, which draws
+    once more.
     """
     mark_overwritten(joint.graph)
     return min_cut_rematerialization_partition(joint, joint_inputs, **settings)
@@ -291,7 +293,7 @@ def trace_graphs(
 ) -> Sequence[fx.GraphModule]:
     """Return AOTAutograd's forward graph, and the backward if there is one, after passes.
 
-    `levels` are those to run, None for those that would be.
+    `levels` are those to run, None for the usual ones.
     """
     levels = _levels(state) if levels is None else levels
     partition = partition_with_passes(state) if JOINT in levels else _partition_as_written

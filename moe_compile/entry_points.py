@@ -1,10 +1,10 @@
-"""What other distributions add to megamoe, found by entry points (docs/extend.md).
+"""Extensions of megamoe by other distributions, found by entry points (docs/extend.md).
 
 Contract
-    What is found follows from what is installed alone. What is wrong with an entry point is an
+    The extensions found depend on the installed distributions alone. A faulty entry point is an
     error that names its distribution and says what to write.
-    The identity of what is installed covers name, version and every source file of each package
-    that is run while a program is compiled.
+    The identity of extensions covers name, version and every source file of each package that is
+    run while a program is compiled.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SUFFIXES: Final = (".py", ".toml")
 def installed(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of a group, by name; raise InvalidConfig for a bad name, or a pair.
 
-    A distribution that is found twice on the path counts once, as where it is imported from.
+    A distribution found twice on the path counts once, at the place it is imported from.
     """
     return checked(entry_points(group=group))
 
 
 def checked(found: Iterable[EntryPoint]) -> tuple[EntryPoint, ...]:
-    """Return `found` by name; raise InvalidConfig for a name that cannot be, or is there twice."""
+    """Return `found` by name; raise InvalidConfig for an invalid or a repeated name."""
     by_name: dict[str, EntryPoint] = {}
     for entry in sorted(found, key=lambda e: (e.name, origin_of(e))):
         if not NAME.fullmatch(entry.name):
@@ -55,7 +55,7 @@ def origin_of(entry: EntryPoint) -> str:
 
 
 def unusable(entry: EntryPoint, what: str, write: str) -> InvalidConfig:
-    """Return the error for an entry point that `what` is wrong with; `write` is what to write."""
+    """Return the error for an entry point with the fault `what` and the remedy `write`."""
     return InvalidConfig(
         f"entry point {entry.name} = {entry.value!r} of group {entry.group!r}, from distribution "
         f"{origin_of(entry)}, {what}; write {write}, or uninstall the distribution"
@@ -63,7 +63,7 @@ def unusable(entry: EntryPoint, what: str, write: str) -> InvalidConfig:
 
 
 def load(entry: EntryPoint) -> Any:
-    """Return what an entry point names; raise InvalidConfig where it cannot be imported."""
+    """Return the object an entry point names; raise InvalidConfig if it cannot be imported."""
     try:
         return entry.load()
     except Exception as error:  # another's module may raise anything

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class MegaMoEError(Exception):
-    """Base of all of them; catch this to catch megamoe."""
+    """Base class of megamoe's errors; catch it to catch them all."""
 
 
 class InvalidConfig(MegaMoEError, ValueError):

@@ -1,11 +1,11 @@
-"""What megamoe sees of a model, said before anything is compiled: `moe_compile.explain`.
+"""Findings of megamoe on a model before anything is compiled: `moe_compile.explain`.
 
 Contract
     A model that Dynamo captures in one graph is not run; another is run once, on all ranks, and its
     graphs run as they were written. No code is generated. Dynamo is reset.
-    What is said of a graph is what the passes do when it is compiled with the same options, and
-    graphs are those of `torch.compile(model, backend="megamoe")`. Where these end at a result
-    whose length depends on data, what is found once Dynamo captures such stands beside it.
+    Findings on a graph are the decisions of the passes when it is compiled with the same options,
+    and graphs are those of `torch.compile(model, backend="megamoe")`. Where a graph ends at a
+    result whose length depends on data, the findings with such results captured stand beside it.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ SETTING: Final = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
 
 @dataclass(kw_only=True, slots=True)
 class Explanation:
-    """What was found; `print` it, or read `report`, which is as the JSON report."""
+    """Findings on a model; `print` them, or read `report`, which is as the JSON report."""
 
     report: Mapping[str, Any]
     breaks: Sequence[str]
-    """Where Dynamo ends a graph: `file.py:line in function: why`."""
+    """Places where Dynamo ends a graph: `file.py:line in function: why`."""
     num_graphs: int
     is_whole: bool
     """Whether all graphs were seen."""
     if_captured: Explanation | None = None
-    """Where a graph ends at a result of unknown length: what is found with `SETTING`."""
+    """Findings with `SETTING`, where a graph ends at a result of unknown length."""
 
     def __str__(self) -> str:
-        """Return what was printed."""
+        """Return the printed text."""
         text = io.StringIO()
         self.print(Console(file=text))
         return text.getvalue()
 
     def __repr__(self) -> str:
-        """Return one line: an interactive session shows what is returned."""
+        """Return one line for interactive sessions, which show returned values."""
         found = sum(one["is_found"] for one in self.report["exchanges"])
         return f"<Explanation: {found} of {len(self.report['exchanges'])} exchanges found>"
 
     def print(self, console: Console | None = None) -> None:
-        """Print exchange by exchange, then the report of what was found."""
+        """Print exchange by exchange, then the report of regions and attention."""
         console = console or Console()
         self._print_lines(console, "megamoe")
         if self.if_captured is not None:
@@ -86,12 +86,12 @@ class Explanation:
 
 @dataclass(kw_only=True, slots=True)
 class _Seen:
-    """What a backend that compiles nothing saw."""
+    """Graphs and findings of a backend that compiles nothing."""
 
     config: MegaMoEConfig
     num_graphs: int = 0
     is_whole: bool = True
-    """Whether that is all there is."""
+    """Whether all graphs were seen."""
     ends_at_length: bool = False
     """Whether a graph ends at a result whose length depends on data."""
     compilations: list[Compilation] = field(default_factory=list)
@@ -99,12 +99,12 @@ class _Seen:
     breaks: dict[str, None] = field(default_factory=dict)
 
     def note(self, broken: GraphBreak) -> None:
-        """Take in where a graph ends."""
+        """Record a place where a graph ends."""
         self.breaks[str(broken)] = None
         self.ends_at_length |= broken.is_of_unknown_length
 
     def look_at(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        """Take in what the passes make of a copy of `gm`."""
+        """Run the passes on a copy of `gm` and record their findings."""
         self.num_graphs += 1
         if (broken := graph_break(gm)) is not None:
             self.note(broken)
@@ -148,7 +148,7 @@ def explain(model: Any, *inputs: Any, **options: Any) -> Explanation:
 
 
 def _as_written(model: Any) -> Any:
-    """Return what `torch.compile` was given, if `model` comes from there."""
+    """Return the model given to `torch.compile` if `model` is its result, else `model`."""
     return getattr(model, "_torchdynamo_orig_callable", getattr(model, "_orig_mod", model))
 
 
@@ -163,7 +163,7 @@ def _explanation(seen: _Seen) -> Explanation:
 
 
 def _look(model: Any, inputs: Sequence[Any], config: MegaMoEConfig) -> _Seen:
-    """Return what is seen of a run."""
+    """Return the findings on the model's graphs, from a run if there are several."""
     captured = _captured(model, inputs, config)
     if captured.is_whole:
         return captured
@@ -179,9 +179,9 @@ def _look(model: Any, inputs: Sequence[Any], config: MegaMoEConfig) -> _Seen:
 
 
 def _captured(model: Any, inputs: Sequence[Any], config: MegaMoEConfig) -> _Seen:
-    """Return what is seen of the model's one graph; `is_whole` is False where there are several.
+    """Return the findings on the model's one graph; `is_whole` is False if there are several.
 
-    Not by `fullgraph=True`, under which Dynamo captures what else ends a graph.
+    `fullgraph=True` is not used: with it Dynamo captures calls that otherwise end a graph.
     """
     seen = _Seen(config=config)
 
@@ -199,7 +199,7 @@ def _captured(model: Any, inputs: Sequence[Any], config: MegaMoEConfig) -> _Seen
 
 
 def _traced(seen: _Seen, compiled: Callable[..., Any], inputs: Sequence[Any]) -> bool:
-    """Call `compiled`; return whether Dynamo came to an end of what it traces."""
+    """Call `compiled`; return whether Dynamo traced all of it."""
     torch._dynamo.reset()
     try:
         compiled(*inputs)

@@ -1,10 +1,11 @@
-"""What fails to compile once it is rewritten is compiled as it was written.
+"""A program that fails to compile once it is rewritten is compiled as it was written.
 
 Contract
-    For whatever AOTAutograd and the code generator raise; errors of ours, and what Dynamo raises to
-    trace anew or to go on without a graph, pass through. So does everything under `strict`.
-    The failure is warned of and stands in the journal, and it is part of what ranks compare: where
-    other ranks compiled what they rewrote they run their program as written too.
+    This holds for any error of AOTAutograd and the code generator. Errors of ours, and exceptions
+    by which Dynamo traces anew or goes on without a graph, pass through. So does every error under
+    `strict`.
+    The failure is warned of and stands in the journal, and ranks compare it: ranks that compiled
+    their rewritten program run it as written too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moe_compile.plan.state import CompileState
 LOG: Final = logging.getLogger(__name__)
 
 COMPILATION: Final = "compilation"
-"""What the journal calls the step, in the place of a pass."""
+"""Name of the step in the journal, in the place of a pass."""
 LEFT_TO_DYNAMO: Final = (MegaMoEError, TorchDynamoException, GuardOnDataDependentSymNode)
 
 Compiled = Callable[..., Any]
@@ -36,9 +37,9 @@ def compiled_or_as_written(
     compile_whole: Callable[[], Compiled] | None,
     state: CompileState,
 ) -> tuple[Compiled, bool]:
-    """Return what was compiled, and whether that is the program as it was written.
+    """Return the compiled program, and whether that is the program as it was written.
 
-    `compile_whole` is None where nothing was rewritten that other ranks may run otherwise.
+    `compile_whole` is None where nothing was rewritten that other ranks may run differently.
     """
     try:
         return compile_rewritten(), False
@@ -61,7 +62,7 @@ def compiled_or_as_written(
 
 
 def forget_unfinished_symbols() -> None:
-    """Have the next trace not look for the symbols of an operator that failed halfway."""
+    """Drop the pending symbols of an operator that failed halfway, before the next trace."""
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
     if mode is not None and mode.shape_env is not None:

@@ -1,13 +1,13 @@
-"""Let a compiled callable run once all ranks may launch what it launches.
+"""Let a compiled callable run once all ranks may launch its collectives.
 
 Contract
-    Wraps what the backend compiled; the graph and Inductor's cache keys stay as they are, so it is
-    the same whether the code was compiled here or came from a cache.
+    Wraps the backend's compiled code. The graph and Inductor's cache keys stay as they are, so it
+    does not matter whether the code was compiled here or came from a cache.
     Ranks that decided differently about a program all run it as the user wrote it: compiled anew
     without any pass of ours, from a copy of the graph as it came. Where ranks promise to have equal
     sizes the copy is kept until then only.
     Each later call costs a look at two attributes and a note per process group. The first backward
-    pass of what ran for the first time is told to others as it begins.
+    pass of a callable is published to other ranks as it begins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Compiled = Callable[..., Any]
 
 @dataclass(kw_only=True, slots=True)
 class AsWritten:
-    """A Dynamo graph as it came, and what compiling it later takes."""
+    """A Dynamo graph as it came, and the contexts for compiling it later."""
 
     gm: fx.GraphModule
     inputs: list[Any]
@@ -46,9 +46,9 @@ class AsWritten:
 
     @staticmethod
     def of(gm: fx.GraphModule, inputs: Sequence[Any]) -> AsWritten:
-        """Keep `gm` before passes edit it, and what Dynamo knows while it compiles `gm`.
+        """Keep `gm` before passes edit it, and Dynamo's contexts while it compiles `gm`.
 
-        Of inputs their fakes: Dynamo forgets which sizes of a real tensor it takes for dynamic.
+        Inputs are kept as fakes: Dynamo forgets which sizes of a real tensor it takes for dynamic.
         """
         places = gm.graph.find_nodes(op="placeholder")
         fakes = [
@@ -63,7 +63,7 @@ class AsWritten:
         )
 
     def learn_guards(self) -> None:
-        """Take down the guards on sizes that Dynamo is about to write: before it forgets them."""
+        """Record the guards on sizes that Dynamo is about to write, before it forgets them."""
         self.guards = _guards(self.tracing)
 
     def compile_now(
@@ -78,8 +78,8 @@ class AsWritten:
         """Return the graph compiled without a pass of ours.
 
         Dynamo has written its guards: code that relied on others would be wrong for other sizes.
-        Where the compiler asks for such the graph runs node by node instead, right for all sizes;
-        and where it fails: other ranks may already wait in what this call launches.
+        Where the compiler asks for new guards, or fails, the graph runs node by node, which is
+        right for all sizes: other ranks may already wait in a collective of this call.
         """
         fallback = copy_of_graph(self.gm)
         forget_slice_sizes(self.gm.graph)
@@ -104,9 +104,9 @@ def programs_of(
     is_promised: bool = False,
     left: str = "",
 ) -> dict[str, CompiledProgram]:
-    """Return what a callable is to other ranks, by process group; `plan` "" for no rewrite.
+    """Return a callable's descriptions for other ranks, by process group; `plan` "" for no rewrite.
 
-    On groups that are not among `rewritten` it launches what the user wrote, whatever the plan.
+    On groups that are not among `rewritten` it launches the user's order, whatever the plan.
     A plan holds for one order across groups: ranks whose programs have another run as written.
     `site`, `is_promised` and `left` as in `CompiledProgram`.
     """
@@ -130,7 +130,7 @@ def agreed_callable(
     programs: Mapping[str, CompiledProgram],
     compile_whole: Callable[[], Compiled] | None,
 ) -> Compiled:
-    """Return a callable that runs `compiled` once all ranks may, or what `compile_whole` returns.
+    """Return a callable that runs `compiled` once all ranks may, or the result of `compile_whole`.
 
     `compile_whole` is None for a callable that already runs as the user wrote it.
     """
@@ -177,7 +177,7 @@ def _compare_backward(agreement: Agreement, calls: Calls, results: Any) -> None:
 
 
 class _Agreed:
-    """What runs, as agreed within the default process group at hand; with another one, anew."""
+    """The agreed callable of the current default process group; with a new one, agreed anew."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _Agreed:
         self.calls: Calls = ()
 
     def is_second(self) -> bool:
-        """Whether a program of this place that has another plan was met meanwhile."""
+        """Whether a program of this place with another plan was met meanwhile."""
         agreement = self.agreement
         if agreement is None or not agreement.has_seconds:
             return False

@@ -1,9 +1,9 @@
-"""A process that asked for megamoe and in which nothing was rewritten says so, once.
+"""One warning in a process that asked for megamoe and in which nothing was rewritten.
 
 Contract
-    At the end of the second call of what was compiled, counted by function of the user's; where
-    calls are fewer, when Python ends. From then on a call costs a look at one attribute.
-    Said is the first reason, as reports have it.
+    It comes at the end of the second call of compiled code, counted by function of the user's;
+    where calls are fewer, when Python ends. From then on a call costs a look at one attribute.
+    It names the first reason, as reports have it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moe_compile.report.process_report import REPORT, ProcessReport
 
 LOG: Final = logging.getLogger(__name__)
 CALLS: Final = 2
-"""Of each function: after the first of them Dynamo may still compile what follows a break."""
+"""Calls of each function: after the first, Dynamo may still compile code behind a break."""
 
 
 class Watch:
     """Counts calls of compiled code until all of it has run twice."""
 
     def __init__(self, report: ProcessReport) -> None:
-        """Watch what goes into `report`."""
+        """Watch the compilations in `report`."""
         self._report = report
         self._calls: Counter[Any] = Counter()
         self._is_over = False
@@ -63,7 +63,7 @@ class Watch:
             LOG.warning("megamoe: nothing was rewritten in this process so far: %s", why)
 
     def at_exit(self) -> None:
-        """Say so of a process that ends, if it had anything compiled, or tried to."""
+        """Warn as the process ends, if it had anything compiled, or tried to."""
         tried = dynamo_utils.counters["frames"]["total"]
         given = dynamo_utils.counters["stats"]["unique_graphs"]  # to any backend
         if not self._is_over and (self._report.num_graphs or (tried and not given)):

@@ -1,12 +1,13 @@
-"""What `batch_parts = "auto"` does: try a program in parts of its batch, take the fastest.
+"""The choice of `batch_parts = "auto"`: try a program in parts of its batch, take the fastest.
 
 Contract
     A function of the graph, the options, the hardware profile and registered nodes. Each program is
     a copy, rewritten and traced through all levels; nothing is run, no code is generated.
     Ranks compare the plan that follows before they run: should predictions differ with the number
-    of a rank so much that one decides otherwise, all run the program as it is written.
-    Whole where numbers of parts are not proven for all of it, where ranks might decide apart
-    (`equal_tokens`, static sizes), and where `numerics` does not allow sums in another order.
+    of a rank so much that one decides differently, all run the program as it is written.
+    A program stays whole where numbers of parts are not proven for all of it, where ranks might
+    decide apart (`equal_tokens`, static sizes), and where `numerics` does not allow sums in another
+    order.
 
 Pseudo-code
     whole = the program with chunks, dispatch, nodes and wires as the planner chooses them
@@ -37,7 +38,7 @@ from moe_compile.report.compilations import Compilation
 from passes.split_batch import BATCH, SplitBatch
 
 NUMBERS: Final = (2, 4)
-"""Of parts that are tried; each more one makes the graph, and its compilation, as much longer."""
+"""Numbers of parts to try; each part makes the graph and its compilation longer."""
 
 Rewriter = Callable[[fx.GraphModule, MegaMoEConfig], tuple[CompileState, Compilation]]
 
@@ -45,7 +46,7 @@ Rewriter = Callable[[fx.GraphModule, MegaMoEConfig], tuple[CompileState, Compila
 def decide_parts(
     gm: fx.GraphModule, config: MegaMoEConfig, rewrite: Rewriter
 ) -> PartsDecision | None:
-    """Return in how many parts `gm` runs; None where it has no batch that could be divided.
+    """Return the number of parts in which `gm` runs; None where it has no batch to divide.
 
     `rewrite` runs the passes on the Dynamo graph; `gm` itself is not edited.
     """
@@ -109,7 +110,7 @@ class _Programs:
     """A program in several numbers of parts, made when asked for."""
 
     def __init__(self, gm: fx.GraphModule, config: MegaMoEConfig, rewrite: Rewriter) -> None:
-        """Make none yet."""
+        """Prepare; no program is made yet."""
         self._gm = gm
         self._config = config
         self._rewrite = rewrite

@@ -1,4 +1,4 @@
-"""What a Dynamo graph is predicted to take, traced through every level that it would run.
+"""Predicted time of a Dynamo graph, traced through every level that it would run.
 
 Contract
     A function of the graph, the options and the hardware profile; nothing is measured, no code is
@@ -32,14 +32,14 @@ from moe_compile.schedule.simulate import simulate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """Of a program, forward and backward."""
+    """Predictions for a program, forward and backward."""
 
     us: float
     """Time, microseconds to three digits."""
     off_us: tuple[float, ...]
-    """The same order of nodes where one constant of the profile is off, for each, up and down."""
+    """Times of the same order of nodes with each constant of the profile off, up and down."""
     peak_bytes: int
-    """Of the phase with the larger peak of live bytes."""
+    """Peak of live bytes, in the phase where it is larger."""
 
 
 def predicted_us(gm: fx.GraphModule, state: CompileState, *, is_rewritten: bool) -> float:
@@ -52,7 +52,7 @@ def predicted_us(gm: fx.GraphModule, state: CompileState, *, is_rewritten: bool)
 
 
 def predicted(gm: fx.GraphModule, state: CompileState) -> Predicted:
-    """Return what `gm` is predicted to take, which passes on the Dynamo graph have been at."""
+    """Return the predictions for `gm`, on which the passes on Dynamo graphs have run."""
     phases = _phases(gm, state, is_rewritten=False)
 
     def us(hardware: HardwareProfile) -> float:

@@ -1,9 +1,8 @@
-"""What `torch.compile(mode=, options=)` asks for: megamoe's options, and Inductor's settings.
+"""The options of `torch.compile(mode=, options=)`: megamoe's, and Inductor's settings.
 
 Contract
-    What is wrong with them reaches the caller as InvalidConfig. torch hands a backend its options
-    with the first graph, not before; and wraps errors of backends, but for those it shortens the
-    traceback of.
+    A wrong option reaches the caller as InvalidConfig. torch hands a backend its options with the
+    first graph, not before, and wraps errors of backends, except those whose traceback it shortens.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from passes.outside import find_transport
 from passes.pipeline import check_names
 
 UNWRAPPED: Final[type[Exception]] = getattr(torch._dynamo.exc, "ShortenTraceback", Exception)
-"""What torch hands on to the caller as it is."""
+"""Base class of errors that torch passes on to the caller unchanged."""
 
 
 class InvalidOptions(InvalidConfig, UNWRAPPED):  # type: ignore[misc,valid-type]
     """An option of torch.compile that is unknown or impossible."""
 
     def __init__(self, text: str) -> None:
-        """Take what to say."""
+        """Take the message."""
         Exception.__init__(self, text)
         self.first_useful_frame = None  # torch shortens no traceback then
 
@@ -52,7 +51,7 @@ def read_options(
 
 
 def _check_inductors(names: Iterable[str]) -> None:
-    """Refuse names that are not Inductor's: most lack the prefix that makes them ours."""
+    """Refuse names that are not Inductor's; most are ours without their prefix."""
     for name in names:
         if _is_inductors(name):
             continue

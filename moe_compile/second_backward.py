@@ -1,10 +1,11 @@
 """A compiled program may go back more than once; its gradients have no gradients of their own.
 
 Contract
-    Where passes of ours run on a graph, or it keeps a host read, no backward of it writes into what
-    its forward saved, so that `retain_graph=True` and a second backward are what they are eagerly.
-    AOTAutograd finds that out by itself where it compiles a backward as it first runs. Sizes that
-    are read make it compile the backward beside the forward, before anybody can know.
+    Where passes of ours run on a graph, or it keeps a host read, no backward of it writes into
+    tensors its forward saved, so that `retain_graph=True` and a second backward work as in eager
+    mode. AOTAutograd learns of a second backward by itself where it compiles a backward as it first
+    runs. Sizes that are read make it compile the backward beside the forward, before anybody can
+    know.
     A result may take new memory where it could have taken that of a saved tensor which the same
     kernel reads last: at most one tensor more at a time.
     Gradients of gradients (`create_graph=True`) end in SecondOrderGradient as they are asked for;
@@ -29,7 +30,7 @@ DEEPEST: Final = 3
 
 
 def keep_saved_tensors() -> None:
-    """Have the backward of the program that is being compiled write into nothing that was saved.
+    """Keep the backward of the program being compiled from writing into saved tensors.
 
     To be called once AOTAutograd has cut the graph in two. The list belongs to all descriptions of
     the program: emptied, it is empty where the backward is lowered, where it runs and in caches.

@@ -1,6 +1,7 @@
-"""Which version of megamoe this is: a hash of every file whose change may change compiled code.
+"""Version of megamoe: a hash of every file whose change may change compiled code.
 
-The rooms of `BESIDE` are of no compilation: what was compiled before they changed is found again.
+The folders of `BESIDE` take no part in a compilation: code compiled before they changed is found
+again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ ROOT: Final = Path(__file__).parent.parent
 BESIDE: Final = tuple(
     f"moe_compile/{room}" for room in ("check/", "cli.py", "commands/", "simulator/", "testing/")
 )
-"""What nothing that compiles imports."""
+"""Files that no compiling code imports."""
 EVERY_SOURCE: Final = tuple(
     path
     for folder in ("moe_compile", "passes")
@@ -25,7 +26,7 @@ EVERY_SOURCE: Final = tuple(
 SOURCES: Final = tuple(
     path for path in EVERY_SOURCE if not path.relative_to(ROOT).as_posix().startswith(BESIDE)
 )
-"""What compiles."""
+"""Files of compiling code."""
 
 
 @functools.cache
@@ -39,7 +40,7 @@ def hash_of_sources(paths: tuple[Path, ...] = SOURCES) -> str:
 
 
 def installed_version() -> str:
-    """Return the version of megamoe that is installed; of a checkout alone, that it is not."""
+    """Return the installed version of megamoe, or a text that it is not installed."""
     try:
         return metadata.version("megamoe")
     except metadata.PackageNotFoundError:

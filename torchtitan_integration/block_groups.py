@@ -2,12 +2,12 @@
 
 Contract
     Nothing is added to the model, so that modules, parameters and checkpoints keep their names.
-    The first block of a group runs all of it, whoever calls it; each of the others hands on what
-    it is given, and raises where that is not what the group made. Groups are made of what a model
-    or a pipeline stage has, in its order; the last may be shorter.
+    The first block of a group runs all of it, whoever calls it; each of the others returns its
+    input, and raises where that is not the group's result. Groups are made of the blocks of a model
+    or a pipeline stage, in order; the last may be shorter.
 
 torchtitan's models call their blocks one after another, `for layer in self.layers.values()`, and
-this loop stays. A list that yielded groups in place of blocks would hide the blocks from all else
+this loop stays. A list that yielded groups in place of blocks would hide the blocks from other code
 that goes through it: the load balancing of torchtitan's optimizer, its initialisation, our metrics.
 """
 
@@ -35,12 +35,12 @@ def block_groups(model: nn.Module, job: JobConfig) -> list[list[nn.Module]]:
 
 
 def forward_of(blocks: Sequence[nn.Module]) -> Forward:
-    """Return what runs `blocks` one after another, each by the forward it has now."""
+    """Return a function that runs `blocks` in turn, each by the forward it has now."""
     return blocks[0].forward if len(blocks) == 1 else _OneAfterAnother(blocks).forward
 
 
 def run_as_group(blocks: Sequence[nn.Module], forward: Forward) -> None:
-    """Have the first of `blocks` run `forward`, which runs all, and the others hand on."""
+    """Have the first of `blocks` run `forward`, which runs all, and the others pass it on."""
     first, *others = blocks
     if not others:
         first.forward = forward
@@ -63,14 +63,14 @@ class _OneAfterAnother(nn.Module):
         self._forwards = [block.forward for block in blocks]
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what the last block makes; `args` and `kwargs` are those of every block."""
+        """Return the last block's result; `args` and `kwargs` are those of every block."""
         for forward in self._forwards:
             hidden = forward(hidden, *args, **kwargs)
         return hidden
 
 
 class _Handover:
-    """Remembers what a group made last, without keeping it alive."""
+    """Remembers a group's last result without keeping it alive."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward

@@ -5,7 +5,7 @@ Contract
     a microbatch. Ranks of a stage do so together, and no stage waits for another: compiling takes
     as long as the slowest stage. Without it torch runs one stage after another to find out shapes,
     forward and then in reverse, and each compiles as its turn comes.
-    What is computed is dropped: gradients are cleared, buffers and the random generator are as they
+    The results are dropped: gradients are cleared, buffers and the random generator are as they
     were. It costs the time of one microbatch; its memory is less than that of a step.
 """
 
@@ -62,7 +62,7 @@ class CompileAhead:
         hidden: tuple[int, int, int],
         job: JobConfig,
     ) -> None:
-        """Step as `schedule` does; `hidden` is the shape of what a stage hands to the next one."""
+        """Step as `schedule` does; `hidden` is the shape of the values between two stages."""
         self._schedule, self._parts, self._hidden = schedule, parts, hidden
         self._device, self._job = device, job
         self.num_graphs: int | None = None
@@ -76,7 +76,7 @@ class CompileAhead:
         return self._schedule.step(*args, target=target, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the schedule's own."""
+        """Return the schedule's own attribute."""
         return getattr(self._schedule, name)
 
     def _run_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -54,7 +54,7 @@ FORMAT: Final = "3"
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Where the text and the tokenizer lie."""
+    """Folders of the text and of the tokenizer."""
 
     text: Path
     """Folder with one `train.jsonl`, one object `{"text": ...}` per piece of a source file."""
@@ -113,7 +113,7 @@ def _write_tokenizer(folder: Path, documents: list[str], vocab_size: int) -> Non
 
 
 def _up_to(most: int, sources: Iterator[str]) -> tuple[str, ...]:
-    """Take sources until they have `most` characters; the first over it is of nobody."""
+    """Return sources up to `most` characters in all; the first one beyond is dropped."""
     taken: list[str] = []
     left = most
     for text in sources:
@@ -189,19 +189,19 @@ class RowsOf:
             yield {name: x[self._rows] for name, x in inputs.items()}, labels[self._rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream is."""
+        """Return the position in the stream."""
         state: dict[str, Any] = self._loader.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from the position in `state`."""
         self._loader.load_state_dict(state)
 
 
 def read_one_stream(
     build: Callable[..., Any], job: JobConfig, dp_world_size: int, dp_rank: int, **others: Any
 ) -> RowsOf:
-    """Return the loader of one rank; `build` is torchtitan's, `job` says where the text lies."""
+    """Return the loader of one rank; `build` is torchtitan's, `job` names the text's folder."""
     rows = job.training.local_batch_size
     training = dataclasses.replace(job.training, local_batch_size=rows * dp_world_size)
     whole = dataclasses.replace(job, training=training)

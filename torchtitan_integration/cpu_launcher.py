@@ -20,8 +20,8 @@ Each work-around is in place before the torchtitan module that would fail is imp
     weights     DTensor has no random state for a CPU mesh: every rank fills its shards with the
                 same numbers, so that experts of different ranks are copies of one another. Here
                 the model starts as one rank alone would start it from the same seed, on any
-                number of ranks and in any layout, pipeline stages included; what torchtitan
-                initialises nowhere, gpt_oss's biases of the router, as zeros
+                number of ranks and in any layout, pipeline stages included; gpt_oss's biases of the
+                router, which torchtitan does not initialise, are zeros
     exit        now and then a thread of gloo or of the data loader aborts the process while the
                 interpreter shuts down, after training has ended: the process leaves without that
 """
@@ -45,7 +45,7 @@ from torch.nn.attention import SDPBackend
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 
 WRAPPERS: Final = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and `torch.compile` add to a parameter's name."""
+"""Parts that activation checkpointing and `torch.compile` add to a parameter's name."""
 
 
 class CpuDevice(types.ModuleType):
@@ -56,7 +56,7 @@ class CpuDevice(types.ModuleType):
         super().__init__("megamoe_cpu_device")
 
     def __getattr__(self, name: str) -> Any:
-        """Return what `torch.cpu` has under `name`."""
+        """Return the attribute `name` of `torch.cpu`."""
         return getattr(torch.cpu, name)
 
     def set_device(self, device: Any) -> None:
@@ -127,7 +127,7 @@ def _histc(
     min: float = 0,
     max: float = 0,
 ) -> torch.Tensor:
-    """Count integers in [0, bins); for floats what torch does."""
+    """Count integers in [0, bins); for floats, call torch's function."""
     if input.is_floating_point():
         return torch.ops.aten.histc(input, bins, min, max)
     flat = input.reshape(-1)
@@ -137,8 +137,8 @@ def _histc(
 def prepare_torch() -> None:
     """Put the work-arounds in place; call before anything of torchtitan is imported."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the text is local: ask no hub about it
-    # a function of this name Dynamo takes for torch's, whole; a partial one it traces, so that
-    # what is counted can be told by the graph
+    # Dynamo takes a function of this name for torch's, whole, but traces a partial one, so that
+    # the graph shows which tensor is counted
     torch.histc = functools.update_wrapper(functools.partial(_histc), _histc)
     kernels = types.ModuleType("torchtitan.models.moe.kernels")
     kernels.generate_permute_indices = generate_permute_indices  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ def cpu_trainer() -> type[Any]:
     from torchtitan.train import Trainer  # noqa: PLC0415  (after the work-arounds)
 
     class CpuTrainer(Trainer):  # type: ignore[misc]
-        """Checkpoints are loaded later, by `train()`, and replace what is drawn here."""
+        """torchtitan's trainer on CPUs; checkpoints loaded later replace the initial values."""
 
         def __init__(self, job: Any) -> None:
             super().__init__(job)

@@ -20,7 +20,7 @@ from torchtitan.models.qwen3 import Qwen3ModelArgs
 from torchtitan.protocols import BaseModelArgs
 
 VOCAB_SIZE: Final = 2048
-"""Of the debug models and of the tokenizer trained for them."""
+"""Vocabulary size of the debug models and of the tokenizer trained for them."""
 
 
 class KeepsGroupedGemms:
@@ -56,7 +56,7 @@ DEBUG: Final[Mapping[str, Any]] = {
     "n_layers": 3,
     "n_heads": 4,
 }
-"""What the debug models have in common."""
+"""Arguments that the debug models share."""
 
 
 def debug_deepseek_v3(**changes: Any) -> DebugDeepSeekV3Args:
@@ -122,7 +122,7 @@ def mixtral_8x7b() -> Qwen3ModelArgs:
     Its attention without query and key norms is Mixtral's; a softmax over all experts, normalised
     over the top two, is Mixtral's softmax over the top two. 46.7 B parameters. Two things differ:
     experts are balanced by torchtitan's bias on the choice, not by an auxiliary loss; and Mixtral's
-    published weights name their experts otherwise than Qwen3's, so that they cannot be loaded.
+    published weights name their experts differently from Qwen3's, so that they cannot be loaded.
     """
     experts = {"num_experts": 8, "num_shared_experts": 0, "top_k": 2}
     return _like_mixtral(experts, n_layers=32, vocab_size=32000, max_seq_len=32768)
@@ -140,7 +140,7 @@ def megascale_352b() -> Qwen3ModelArgs:
 
 
 def _like_mixtral(experts: Mapping[str, int], **sizes: int) -> Qwen3ModelArgs:
-    """Return a model with Mixtral's layer: what both papers have in common."""
+    """Return a model with Mixtral's layer, which both papers have in common."""
     routing: Any = {"score_func": "softmax", "route_norm": True, "score_before_experts": False}
     return Qwen3ModelArgs(
         dim=4096,

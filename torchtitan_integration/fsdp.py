@@ -11,14 +11,14 @@ are one unit of FSDP, and so are their carriers, which call each other.
 
 FSDP2's reduce-scatter of float32 gradients with half the bytes: bfloat16 out, float32 sums.
 Each rank's contribution is rounded once, after it has been accumulated, and the sum over
-ranks is float32; so are the all-reduce over HSDP's replicas and all that follows.
+ranks is float32; so are the all-reduce over HSDP's replicas and all later steps.
 No memory is taken beyond that of the float32 reduce-scatter but `STAGED` values and, on a
 CPU, one more output.
 A gradient reduced in another type than float32 goes the way torch sends it.
 
-FSDP2 hands its buffers over on its reduce-scatter stream, and frees the input only after what this
-stream was given: rounding, exchange and sum are all put there, in this order, and the input is
-free to be overwritten.
+FSDP2 hands its buffers over on its reduce-scatter stream, and frees the input only after the work
+of this stream: rounding, exchange and sum are all put there, in this order, and the input may be
+overwritten.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ExpertCarrier(nn.Module):
     """Holds a block's experts for FSDP and runs the block's forward; adds no parameter name."""
 
     def __init__(self, experts: nn.Module, forward: Callable[..., Any]) -> None:
-        """Take over `experts`; `forward` is what the block does when called."""
+        """Take over `experts`; `forward` is the block's forward."""
         super().__init__()
         self.experts = experts
         self._forward = forward
@@ -112,7 +112,7 @@ def apply_fsdp(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
 
 
 def _tail(model: nn.Module) -> list[nn.Module]:
-    """Return what follows the blocks; [] on a pipeline stage that is not the last."""
+    """Return the modules after the blocks; [] on a pipeline stage that is not the last."""
     has_tail = model.norm is not None and model.output is not None
     return [model.norm, model.output] if has_tail else []
 
@@ -120,7 +120,7 @@ def _tail(model: nn.Module) -> list[nn.Module]:
 def _expert_placement(
     num_experts: int, mesh: DeviceMesh, ep_degree: int
 ) -> Callable[..., Any] | None:
-    """Shard dim 1 when there are more shards than experts, as torchtitan does."""
+    """Return a placement on dim 1 when shards are more than experts, as torchtitan does."""
     return (lambda _: Shard(1)) if mesh["efsdp"].size() * ep_degree > num_experts else None
 
 
@@ -155,7 +155,7 @@ _REDUCE_SCATTER: Final[Any] = (
 
 
 class RoundedReduceScatter:
-    """What `FSDPModule.set_custom_reduce_scatter` takes."""
+    """Reduce-scatter for `FSDPModule.set_custom_reduce_scatter`."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device

@@ -1,8 +1,8 @@
-"""What can be wrong with a job beside its options and its layout, said before a process starts.
+"""Checks of a job besides its options and its layout, before a process starts.
 
 Contract
-    Every error names the file or the flag, the key, its value, and what to write. A name that only
-    an import of the job's own could make known is not refused. torch is imported only to look up a
+    Every error names the file or the flag, the key, its value, and the remedy. A name that only an
+    import of the job's own could make known is not refused. torch is imported only to look up a
     name that is not of the common ones.
 """
 
@@ -39,7 +39,7 @@ REGISTER: Final = "torchtitan_integration.register"
 TEXT: Final = "python_stdlib"
 """The dataset that every machine has."""
 TOKENIZERS: Final = ("tokenizer.json", "vocab.json", "vocab.txt")
-"""What torchtitan looks for in the folder of a tokenizer."""
+"""Files that torchtitan looks for in the folder of a tokenizer."""
 WITH_BIAS_IN_HF: Final = "deepseek_v3"
 """The model whose published format has the bias on the choice of experts."""
 DATASETS: Final = ("hf_datasets/text_datasets.py", "DATASETS")
@@ -49,7 +49,7 @@ OUR_FLAGS: Final = ("--nproc", "--dry-run", "--world", "--verbose")
 
 
 def check_job(job: JobFile, *, is_run: bool) -> None:
-    """Raise InvalidConfig for what cannot train; what is read from disk only where it `is_run`."""
+    """Raise InvalidConfig for a job that cannot train; files are checked only if it `is_run`."""
     refuse(job, list(_faults(job, is_run=is_run)))
 
 
@@ -93,7 +93,7 @@ def _key_faults(job: JobFile) -> Iterator[str]:
 
 
 def check_ranks(job: JobFile, ranks: int | None, flag: str) -> int:
-    """Return the number of ranks; `ranks` is what `flag` says, None where it is left out.
+    """Return the number of ranks; `ranks` is the value of `flag`, None where it is left out.
 
     Raises InvalidConfig where the job's degrees make another number.
     """
@@ -118,7 +118,7 @@ def check_ranks(job: JobFile, ranks: int | None, flag: str) -> int:
 
 
 def notes_on(job: JobFile) -> Iterator[str]:
-    """Yield what is not wrong, and not what who asks for megamoe expects."""
+    """Yield notes on settings that are valid, but not as a user of megamoe expects."""
     if not uses_megamoe(job):
         return
     layout = read_layout(job.read)
@@ -155,7 +155,7 @@ def not_compiled(job: JobFile) -> str:
 
 
 def _module_faults(job: JobFile) -> Iterator[str]:
-    """Yield a table or a backend that torchtitan does not know without a module of ours."""
+    """Yield faults of a table or a backend that torchtitan knows only by a module of ours."""
     flags = any(word.startswith(f"--{BACKEND}.") for word in job.overrides)
     if (BACKEND in job.content or flags) and not job.read("job.custom_config_module"):
         yield (
@@ -202,7 +202,7 @@ def _flag_faults(words: tuple[str, ...], keys: Mapping[str, Kinds]) -> Iterator[
 
 
 def _flag_fault(word: str, given: str | None, keys: Mapping[str, Kinds]) -> str:
-    """Return what is wrong with a flag; `given` is the word after it that is none."""
+    """Return the fault of a flag, "" for none; `given` is the word after it that is no flag."""
     flag, equals, value = word.partition("=")
     key = flag.removeprefix("--").replace("-", "_")
     section, _, name = key.rpartition(".")
@@ -298,11 +298,11 @@ LEAST: Final[Mapping[str, int]] = {
     "checkpoint.load_step": 0,
     **{KEYS[name]: 1 for name in (*DEGREES, "ep", "etp")},
 }
-"""The least value of a whole number."""
+"""Least values of whole numbers."""
 OPEN: Final = frozenset(
     {"training.global_batch_size", "validation.steps", "checkpoint.load_step", KEYS["dp_shard"]}
 )
-"""Keys of these that -1 leaves open."""
+"""Keys of these for which -1 means unset."""
 NOT_NEGATIVE: Final = (
     "optimizer.lr",
     "optimizer.eps",
@@ -313,20 +313,20 @@ LOCAL: Final = "training.local_batch_size"
 MICRO: Final = "parallelism.pipeline_parallel_microbatch_size"
 GLOBAL: Final = "training.global_batch_size"
 SIZES: Final[Mapping[str, int]] = {LOCAL: 8, MICRO: 1, GLOBAL: -1}
-"""Their defaults in torchtitan."""
+"""torchtitan's default batch sizes."""
 BACKENDS: Final = ("inductor", "eager", "aot_eager", "megamoe")
 NEEDS_DEVICE: Final = ("profiling.enable_profiling", "profiling.enable_memory_snapshot")
 
 
 def value_faults(job: JobFile) -> Iterator[str]:
-    """Yield what is wrong with numbers and names of a job."""
+    """Yield faults of numbers and names of a job."""
     yield from _numbers(job)
     yield from _batches(job)
     yield from _names(job)
 
 
 def run_faults(job: JobFile, *, on_cpu: bool) -> Iterator[str]:
-    """Yield what keeps a job from running on this machine: folders, and a device it lacks."""
+    """Yield faults that keep a job from running here: folders, and a missing device."""
     yield from _folders(job)
     for key in NEEDS_DEVICE:
         if on_cpu and job.is_true(key):
@@ -402,7 +402,7 @@ def _names(job: JobFile) -> Iterator[str]:
 
 
 def said(check: Callable[[], object]) -> Iterator[str]:
-    """Yield what `check` raises as InvalidConfig."""
+    """Yield the faults that `check` raises as InvalidConfig."""
     try:
         check()
     except InvalidConfig as error:
@@ -420,7 +420,7 @@ def _backend(name: str) -> Iterator[str]:
 
 
 def _module(name: str) -> Iterator[str]:
-    """Yield that there is no module `name`; the module itself is not run."""
+    """Yield a fault if there is no module `name`; the module itself is not run."""
     sys.path.append(str(Path.cwd()))  # as `python -m`, by which ranks are started, has it
     try:
         if name and importlib.util.find_spec(name) is None:

@@ -25,7 +25,7 @@ from moe_compile.config import (
 from torchtitan_integration.layout import BACKEND, MODEL
 
 RECIPE_DEFAULTS: Final[Mapping[str, Any]] = {"max_memory_increase": 0.05, "equal_tokens": True}
-"""Where the recipe's default differs from that of torch.compile."""
+"""Defaults of the recipe that differ from those of torch.compile."""
 
 OUTSIDE_GRAPHS: Final = ("blocks_per_graph", "gradient_wire", "node_ranks")
 """Options the recipe acts on itself: FSDP2 reduces gradients outside of compiled graphs, and what
@@ -34,7 +34,7 @@ so is the choice of what a graph has in it."""
 
 
 REPORT_FILE: Final = "report.json"
-"""In the job's folder, where `megamoe.report` names no other file."""
+"""Report file in the job's folder, where `megamoe.report` names no other."""
 
 
 def _field(name: str, default: Any) -> tuple[str, Any, Any]:
@@ -54,7 +54,7 @@ MegaMoE = make_dataclass(
 
 @dataclass
 class JobConfig:
-    """What torchtitan merges into its own JobConfig."""
+    """Fields that torchtitan merges into its own JobConfig."""
 
     megamoe: MegaMoE = field(default_factory=MegaMoE)  # type: ignore[valid-type]
 
@@ -65,7 +65,7 @@ def asks_for_megamoe(job: Any) -> bool:
 
 
 def with_model_compiled(job: Any) -> Any:
-    """Return a torchtitan job with the model among what is compiled, where it names our backend.
+    """Return a torchtitan job that compiles the model too, where it names our backend.
 
     torchtitan's own files for MoE models compile the loss alone.
     """
@@ -104,12 +104,12 @@ def options_of(job: Any, environment: Mapping[str, str] = os.environ) -> MegaMoE
 
 
 def report_path(job: Any) -> str:
-    """Return where the report of a torchtitan job is written."""
+    """Return the path of the report of a torchtitan job."""
     return options_of(job).report or str(Path(job.job.dump_folder, REPORT_FILE))
 
 
 def option_of(job: Any, name: str) -> Any:
-    """Return one option of a torchtitan job, of the table only or not."""
+    """Return one option of a torchtitan job, also one that only the table has."""
     if name in TABLE_ONLY:
         return getattr(getattr(job, PREFIX.rstrip("."), None), name, TABLE_ONLY[name][0])
     return getattr(options_of(job), name)

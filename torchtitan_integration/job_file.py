@@ -1,9 +1,9 @@
-"""A torchtitan TOML file, a recipe or one's own, and what the command line overrides in it.
+"""A torchtitan TOML file, a recipe or one's own, with the overrides of the command line.
 
 Contract
     A path that exists is that file, whatever recipes are called.
-    Checked before a rank starts: every error names the file or the flag, the key, and what to
-    write, and all that is wrong is said at once. Only what concerns megamoe is checked here;
+    The job is checked before a rank starts: every error names the file or the flag, the key, and
+    the remedy, and all faults are reported at once. Only megamoe's keys are checked here;
     `job_checks` has the rest.
 """
 
@@ -59,7 +59,7 @@ class JobFile:
     overrides: tuple[str, ...] = ()
 
     def read(self, key: str, default: Any = None) -> Any:
-        """Return what the flags, else the file, say of `section.key`; else `default`.
+        """Return the value of `section.key` by the flags, else the file; else `default`.
 
         An option of ours may come from the environment instead.
         """
@@ -108,7 +108,7 @@ def read_job(path: Path, overrides: list[str]) -> JobFile:
 
 
 def refuse(job: JobFile, faults: Sequence[str]) -> None:
-    """Raise InvalidConfig with all faults of a job, one a line; none of them is none."""
+    """Raise InvalidConfig with all faults of a job, one a line; do nothing without faults."""
     different = list(dict.fromkeys(faults))
     if len(different) == 1:
         raise InvalidConfig(f"{job.path}: {different[0]}")
@@ -127,7 +127,7 @@ def layout_faults(job: JobFile) -> Iterator[str]:
 
 
 def uses_megamoe(job: JobFile) -> bool:
-    """Return whether the job asks for this recipe: `compile.backend` says so."""
+    """Return whether the job asks for this recipe by `compile.backend`."""
     return str(job.read("compile.backend", "inductor")) == BACKEND
 
 
@@ -157,7 +157,7 @@ def rank_with_loss(job: JobFile, ranks: int) -> int:
 
 
 def option_faults(job: JobFile) -> Iterator[str]:
-    """Yield what is wrong with our options, in file, flags and environment: names, then values."""
+    """Yield faults of our options in file, flags and environment: names, then values."""
     table = dict(job.content.get(BACKEND, {}))
     unknown = [name for name in table if name not in KNOWN]
     flags = list(_overridden(job))
@@ -178,7 +178,7 @@ def option_faults(job: JobFile) -> Iterator[str]:
 
 
 def _value_faults(table: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield why options cannot be built, the one at fault left out each time."""
+    """Yield faults of options' values, leaving out each faulty option in turn."""
     while why := _why_not(table, environment):
         yield why
         without = [

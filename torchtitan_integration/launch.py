@@ -1,11 +1,11 @@
-"""Start the ranks of a job on this machine, and end them when told to.
+"""Start the ranks of a job on this machine, and end them on a signal.
 
 Contract
     The exit status is torchrun's. An interrupt, a hang-up or a termination ends every rank:
-    torchrun is told once, and kills ranks that do not end within its own limit of 30 seconds.
-    torchrun is not killed, so that it may end its ranks. Where this process is killed torchrun is
-    told as well, and where torchrun is killed so are the ranks (Linux).
-    What ranks on GPUs need of their environment is set where the user has not set it, and said.
+    torchrun gets one signal, and kills ranks that do not end within its own limit of 30 seconds.
+    torchrun is not killed, so that it may end its ranks. Where this process is killed torchrun gets
+    a signal as well, and where torchrun is killed so are the ranks (Linux).
+    Variables that ranks on GPUs need are set where the user has not set them, and printed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ON_GPUS: Final[Mapping[str, str]] = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "TORCH_NCCL_HIGH_PRIORITY": "1",
 }
-"""Of ranks on GPUs, where the user has set nothing else; docs/first-run.md has why."""
+"""Variables of ranks on GPUs, unless the user set them; docs/first-run.md has the reasons."""
 OTHER_NAMES: Final[Mapping[str, str]] = {"PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
-"""By which torch reads the same setting."""
+"""Other names by which torch reads the same setting."""
 
 
 def train_command(
@@ -41,7 +41,7 @@ def train_command(
 ) -> list[str]:
     """Return the torchrun command.
 
-    `logs` is the folder for what the ranks print; `shown_rank` prints on this terminal as well.
+    `logs` is the folder for the ranks' output; `shown_rank` prints on this terminal as well.
     """
     module = "torchtitan_integration.cpu_launcher" if uses_cpu(ranks) else "torchtitan.train"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -71,7 +71,7 @@ def num_gpus() -> int:
 
 
 def settings_on_gpus(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what is to be set for ranks on GPUs in an environment that has some of it."""
+    """Return the variables for ranks on GPUs that an environment lacks."""
     return {
         name: value
         for name, value in ON_GPUS.items()
@@ -80,7 +80,7 @@ def settings_on_gpus(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def allow_open_files() -> int:
-    """Let this process, and what it starts, open as many files as it may; return the number.
+    """Raise the limit of open files of this process and its children; return the limit.
 
     Every connection of a rank is one, and the host of the ranks' store has one to each rank.
     """
@@ -96,7 +96,7 @@ def run(
 ) -> int:
     """Run torchrun; return its status, or 128 + a signal's number.
 
-    `show` is given the lines that it prints, as they come. `settings` join its environment.
+    `show` is given torchrun's output lines as they come. `settings` join its environment.
     """
     environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
     environment |= settings or {}

@@ -1,4 +1,4 @@
-"""What of a job decides how its model is laid out, by keys of torchtitan's TOML; what is refused.
+"""The part of a job that decides its model's layout, by keys of torchtitan's TOML, and refusals.
 
 Contract
     The command line and the ranks read a layout by the same keys and defaults.
@@ -17,7 +17,7 @@ from moe_compile.errors import InvalidConfig
 BACKEND: Final = "megamoe"
 """Value of `compile.backend` that asks for this recipe."""
 MODEL: Final = "model"
-"""Of `compile.components`: the part that has the exchanges."""
+"""Component of `compile.components` that has the exchanges."""
 
 
 def _key(key: str, default: int | str | bool) -> Any:
@@ -26,7 +26,7 @@ def _key(key: str, default: int | str | bool) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """What of a job decides how its model is laid out; a field per key of torchtitan's TOML."""
+    """The part of a job that decides its model's layout; a field per key of torchtitan's TOML."""
 
     model: str = _key("model.name", "deepseek_v3")
     dp_replicate: int = _key("parallelism.data_parallel_replicate_degree", 1)
@@ -51,19 +51,19 @@ class Layout:
     batch: int = _key("training.local_batch_size", 8)
     """Sequences of a rank's batch."""
     microbatch: int = _key("parallelism.pipeline_parallel_microbatch_size", 1)
-    """Those that go through a pipeline at once."""
+    """Sequences that go through a pipeline at once."""
     validates: bool = _key("validation.enable", False)
     validation_seq_len: int = _key("validation.seq_len", 2048)
     validation_batch: int = _key("validation.local_batch_size", 8)
     validation_steps: int = _key("validation.steps", -1)
-    """-1 for all there is."""
+    """Steps of a validation; -1 for all data."""
     attention: str = _key("megamoe.attention", "auto")
-    """How attention is divided over ranks."""
+    """Way in which attention is divided over ranks."""
     query_heads: int = 0
-    """Of the flavor; 0 where only the job's file is known, as for the two that follow."""
+    """Query heads of the flavor; 0 where only the job's file is known, as for the next two."""
     kv_heads: int = 0
     kernel: str = ""
-    """What computes attention: "sdpa", "flex", "varlen"."""
+    """Kernel of attention: "sdpa", "flex", "varlen"."""
 
     @property
     def is_ulysses(self) -> bool:
@@ -77,16 +77,16 @@ class Layout:
 
     @property
     def dense_shards(self) -> int:
-        """Ranks over which torchtitan shards what is no expert: its mesh axis `fsdp`."""
+        """Ranks over which torchtitan shards all but experts: its mesh axis `fsdp`."""
         return self.dp_shard * self.cp
 
 
 KEYS: Final = {f.name: str(f.metadata["key"]) for f in fields(Layout) if f.metadata}
 """TOML key of each field that has one."""
 DEFAULTS: Final = {f.name: f.default for f in fields(Layout) if f.metadata}
-"""What torchtitan takes when the key is absent."""
+"""torchtitan's value when the key is absent."""
 DEGREES: Final = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-"""Fields whose product is the number of ranks; EP and ETP borrow theirs from these."""
+"""Fields whose product is the number of ranks; EP and ETP share the ranks of these."""
 
 
 def read_layout(read: Callable[[str, Any], Any]) -> Layout:
@@ -102,7 +102,7 @@ def read_layout(read: Callable[[str, Any], Any]) -> Layout:
 
 
 def of_model(layout: Layout, args: Any) -> Layout:
-    """Return `layout` with what torchtitan's arguments of a model, `args`, say of its attention."""
+    """Return `layout` with the attention of torchtitan's arguments of a model, `args`."""
     return replace(
         layout,
         query_heads=args.n_heads,
@@ -145,11 +145,11 @@ class Rule:
     field: str
     """Field of `Layout` to change."""
     instead: Callable[[Layout], Any]
-    """The nearest value that works."""
+    """Nearest value that works."""
     why: str
 
     def message(self, layout: Layout) -> str:
-        """Return what the user reads."""
+        """Return the message for the user."""
         key = KEYS[self.field]
         value, better = getattr(layout, self.field), self.instead(layout)
         return f"{key} = {toml(value)} is not available: {self.why}; write {key} = {toml(better)}"
@@ -334,7 +334,7 @@ RULES: Final = (
         why="stages of a pipeline receive tensors of one shape, in as many microbatches",
     ),
 )
-"""Every refusal."""
+"""All refused layouts."""
 
 
 def _data_ranks(layout: Layout) -> int:
@@ -351,7 +351,7 @@ def _expert_ranks(layout: Layout) -> int:
 
 
 def _heads_fit(layout: Layout, ranks: int) -> bool:
-    """Return whether each of `ranks` can have query heads of its own and the KV heads of these."""
+    """Return whether `ranks` can divide the query heads, each with the KV heads of its own."""
     if not layout.query_heads:
         return True
     shared = layout.kv_heads % ranks == 0 or ranks % layout.kv_heads == 0

@@ -1,4 +1,4 @@
-"""Losses of training and validation, where torchtitan 0.2.2 divides or averages them otherwise.
+"""Losses of training and validation, where torchtitan 0.2.2 divides or averages them wrongly.
 
 Contract
     Values of the training loss stay as they are; its gradients are those of one rank, and so are
@@ -46,7 +46,7 @@ def with_mean_gradients(
 
 
 def is_ddp_alone(dims: ParallelDims) -> bool:
-    """Whether whole models are trained, and gradients averaged by DDP."""
+    """Whether ranks train whole models, whose gradients DDP averages."""
     return dims.dp_replicate_enabled and not dims.fsdp_enabled and not dims.ep_enabled
 
 
@@ -69,7 +69,7 @@ class EveryLabel:
         self._loader = loader
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Yield what the loader does."""
+        """Yield the loader's batches."""
         for inputs, labels in self._loader:
             if bool((labels == IGNORE_INDEX).any()):
                 raise InvalidConfig(
@@ -81,7 +81,7 @@ class EveryLabel:
             yield inputs, labels
 
     def __getattr__(self, name: str) -> Any:
-        """Return the loader's own, as the state that checkpoints hold."""
+        """Return the loader's own attribute, as its state for checkpoints."""
         return getattr(self._loader, name)
 
 
@@ -118,14 +118,14 @@ class KernelValidator(Validator):  # type: ignore[misc]
         labels: torch.Tensor,
         model_parts: list[nn.Module],
     ) -> Any:
-        """Return what torchtitan's validator does, without a mask for SDPA."""
+        """Return the result of torchtitan's validator, without a mask for SDPA."""
         masked = model_parts[0].model_args.attn_type in MASKED
         makers = model_parts if masked else [_NoMask()]
         return super().post_dataloading_process(input_dict, labels, makers)
 
 
 class _NoMask:
-    """In a model's place: torchtitan takes a TypeError for a model that knows no masks."""
+    """Stand-in for a model: torchtitan takes a TypeError for a model that knows no masks."""
 
     def get_attention_masks(self, **_: Any) -> None:
         raise TypeError("SDPA takes no mask")

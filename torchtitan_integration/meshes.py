@@ -10,11 +10,11 @@ Contract
     same nodes, or all raise the same InvalidConfig: nodes that do not divide the groups, machines
     with unequal numbers of ranks. Ranks of one machine, or as many as `megamoe.node_ranks` says,
     follow one another.
-    All ranks call `connect_exchanges` at one point behind it. Then every communicator that rows
+    All ranks call `connect_exchanges` at one point after that. Then every communicator that rows
     travel on is made, in the same order on all ranks and not inside a step, and a peer that cannot
     be reached ends the job there.
-    `exchange_buffers` counts what NCCL keeps for these groups outside torch's allocator, by what
-    others measured on H100s; nothing where exchanges are not NCCL's.
+    `exchange_buffers` counts the memory that NCCL keeps for these groups outside torch's allocator,
+    by published measurements on H100s; 0 where exchanges are not NCCL's.
 
 Worked example: 16 ranks, EP 8, ETP 1, machines of 4. Each of the two groups has two nodes:
 
@@ -40,7 +40,7 @@ from moe_compile.runtime.node_groups import node_groups_of, register_node_groups
 from moe_compile.runtime.rank_store import UNCOMPARED
 
 EXPERT_AXES: Final = ("pp", "dp_replicate", "efsdp", "ep", "etp")
-"""Of torchtitan's sparse mesh, outermost first."""
+"""Axes of torchtitan's sparse mesh, outermost first."""
 
 
 def expert_mesh(dims: ParallelDims, axes: list[str]) -> DeviceMesh | None:
@@ -87,7 +87,7 @@ def _own_sequence_mesh(world: dist.ProcessGroup, device_type: str, size: int) ->
 
 
 NODE_AXES: Final = ("outer", "node", "place", "etp")
-"""Of the mesh that is made here, outermost first."""
+"""Axes of the mesh that is made here, outermost first."""
 
 
 def register_nodes(dims: ParallelDims, options: MegaMoEConfig) -> None:
@@ -162,7 +162,7 @@ def _connect(group: dist.ProcessGroup, device_type: str) -> None:
 
 
 def node_shape(ep: int, etp: int, of_node: int) -> tuple[int, int]:
-    """Return how many nodes an expert-parallel group is on, and how many of its ranks each has.
+    """Return the number of nodes of an expert-parallel group, and of its ranks on each.
 
     Its ranks are every `etp`-th of `ep * etp` ranks that follow one another. Raises InvalidConfig
     where nodes of `of_node` ranks do not divide these, nor hold them.
@@ -181,7 +181,7 @@ def node_shape(ep: int, etp: int, of_node: int) -> tuple[int, int]:
 
 
 def ranks_of_machine(world: dist.ProcessGroup) -> int:
-    """Return how many ranks each machine has, as all of them were told."""
+    """Return the number of ranks of each machine, gathered from all ranks."""
     own = os.environ.get("LOCAL_WORLD_SIZE", "")
     told = [own]
     if dist.get_backend(world) not in UNCOMPARED:
@@ -197,17 +197,17 @@ def ranks_of_machine(world: dist.ProcessGroup) -> int:
 
 
 CHANNELS: Final = 32
-"""Of NCCL between two GPUs of a machine, where NCCL_MAX_P2P_NCHANNELS does not say fewer."""
+"""Channels of NCCL between two GPUs of a machine, unless NCCL_MAX_P2P_NCHANNELS is fewer."""
 CHANNEL_BYTES: Final = 3.28e9 / (7 * CHANNELS)
-"""What NCCL keeps for each of them in a group of all-to-alls: at the first one those to seven of
+"""Bytes that NCCL keeps per channel in a group of all-to-alls: at the first one those to seven of
 eight H100s took 3.28 GB (github.com/NVIDIA/nccl/issues/1685)."""
 NETWORK_BYTES: Final = 2**29
-"""What it keeps for all ranks of other machines together, whose buffer is one (nccl/issues/1450);
-this size was seen on a B300 (nccl/issues/2363)."""
+"""Bytes of the one buffer that it keeps for all ranks of other machines (nccl/issues/1450); this
+size was seen on a B300 (nccl/issues/2363)."""
 
 
 def exchange_buffers(dims: ParallelDims, options: MegaMoEConfig) -> int:
-    """Return the bytes of the rank that keeps most: all ranks ask together, and get the same."""
+    """Return the bytes of the rank that keeps most: a collective call with one result."""
     groups = exchange_groups(dims)
     groups += [sequence_mesh(dims).get_group()] if dims.cp_enabled else []
     backend = dist.get_backend()

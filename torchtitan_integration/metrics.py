@@ -1,4 +1,4 @@
-"""What megamoe knows of a step, in torchtitan's own logger (TensorBoard, W&B), at its `log_freq`.
+"""megamoe's metrics of a step, in torchtitan's own logger (TensorBoard, W&B), at its `log_freq`.
 
 Contract
     Keys begin with `megamoe/` and end in their unit. All ranks run the same collectives, whether
@@ -14,8 +14,8 @@ Hidden and exposed communication, measured in the traces torchtitan's profiler w
 A trace is read once, in a process of its own: traces are large, and training does not wait.
 Times are unions of intervals on this rank's GPU: several kernels at once count once.
 
-Exposed is what some NCCL kernel takes while no other kernel runs; hidden is the rest of it. A trace
-without GPU kernels measures nothing; torchtitan's profiler does not start without a GPU.
+Exposed time is that of NCCL kernels while no other kernel runs; hidden time is the rest of theirs.
+A trace without GPU kernels measures nothing; torchtitan's profiler does not start without a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torchtitan_integration.meshes import expert_mesh
 from torchtitan_integration.routing import RoutingCounter, imbalance, rows_to_others
 
 QUANTIZED_WAYS: Final = {"fp8": 2, "fp8_forward": 1}
-"""Of the two ways of an exchange, forward and backward: those that travel in eight bits."""
+"""Ways of an exchange, of forward and backward, that travel in eight bits."""
 
 
 class MegaMoEMetrics(MetricsProcessor):
@@ -62,7 +62,7 @@ class MegaMoEMetrics(MetricsProcessor):
         self._ep_rank = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Take notice when the trainer hands over the model, the last thing it hands over."""
+        """Start counting when the trainer sets the model, which it sets last."""
         super().__setattr__(name, value)
         if name == "model_parts" and value is not None:
             dims = self.parallel_dims
@@ -133,7 +133,7 @@ def bytes_of_routed_row(width: int, itemsize: int, options: MegaMoEConfig) -> in
 
 
 def _predicted() -> dict[str, float]:
-    """Return what the newest graphs of blocks with experts are predicted to hide and to expose."""
+    """Return the predicted hidden and exposed time of the newest graphs of blocks with experts."""
     newest = {(r["site"], r["phase"]): figures(r) for r in executed_records()}
     with_exchanges = [f for f in newest.values() if "hidden_us" in f]
     found = {"megamoe/recompiles": float(REPORT.num_recompiles())}
@@ -147,7 +147,7 @@ def _predicted() -> dict[str, float]:
 Interval = tuple[float, float]
 
 COMMUNICATION: Final = "nccl"
-"""How the names of NCCL's kernels begin."""
+"""Prefix of the names of NCCL's kernels."""
 
 
 class ProfileWindow:
@@ -220,7 +220,7 @@ def union(intervals: Iterable[Interval]) -> Iterator[Interval]:
 
 
 def common(first: list[Interval], second: list[Interval]) -> Iterator[Interval]:
-    """Yield where two lists of disjoint ascending intervals overlap."""
+    """Yield the overlaps of two lists of disjoint ascending intervals."""
     i = j = 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])

@@ -1,4 +1,4 @@
-"""What torchtitan does differently for each of its MoE models; how experts and router lie on ranks.
+"""Differences between torchtitan's MoE models, and the layout of experts and router on ranks.
 
 Contract
     Tensor-parallel styles of all that is not MoE are torchtitan's own, and so are its lists of
@@ -14,8 +14,8 @@ torchtitan 0.2.2 gets two gradients wrong under TP; its next release mends the f
                 experts' columns: a term of a sum. Here the terms are added up.
     input       a rank sends the rows of one of the equal parts of all tokens, one sequence after
                 another, but keeps the gradient of its slice of every sequence. Here tokens are
-                gathered rank by rank, so that the part it sends is what it brought. Experts do not
-                ask in which order tokens stand.
+                gathered rank by rank, so that the part it sends is its own. Experts do not ask in
+                which order tokens stand.
 
 torchtitan's grouped GEMMs of gpt_oss read on the host how many rows no expert has, and branch on
 it, which no graph can hold; here each row finds its expert by its place, and nothing is read. Ranks
@@ -73,7 +73,7 @@ from torchtitan_integration.meshes import expert_mesh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertStyles:
-    """How a model's experts are divided by columns."""
+    """Parallel styles that divide a model's experts by columns."""
 
     over_tp: type[ParallelStyle] = TensorParallel
     over_ep_and_etp: type[ParallelStyle] = ExpertTensorParallel
@@ -86,7 +86,7 @@ class Gate(NoParallel):
     """A router's gate that is whole on every rank, whose scores' gradients are `placement`."""
 
     def __init__(self, placement: Placement) -> None:
-        """Say whether ranks have the gradient of the scores whole, or a term of it each."""
+        """Take the placement: each rank has the scores' gradient whole, or a term of it."""
         super().__init__(use_local_output=False)
         self._placement = placement
 
@@ -139,7 +139,7 @@ def apply_experts(
     ep: DeviceMesh | None,
     ep_and_etp: DeviceMesh | None,
 ) -> None:
-    """Apply expert parallelism, and tensor parallelism of experts and what is around them.
+    """Apply expert parallelism, and tensor parallelism of experts and their surroundings.
 
     Meshes are those of the axes in use; at least one of `tp` and `ep` is.
     """
@@ -160,8 +160,8 @@ def apply_experts(
 
 def _tensor_plan(moe: nn.Module, *, sends_part: bool) -> dict[str, ParallelStyle]:
     """Return the plan of one layer; with `sends_part` each TP rank sends rows of its own tokens."""
-    # experts divided by columns return terms of sums, and scores that multiply these have terms of
-    # gradients; scores that multiply what experts are given have the gradient that torchtitan sums
+    # experts divided by columns return terms of sums, and scores that multiply them have terms of
+    # gradients; scores that multiply the experts' input have the gradient that torchtitan sums
     is_whole = moe.score_before_experts and not sends_part
     plan: dict[str, ParallelStyle] = {
         "moe": RankByRank(),
@@ -180,7 +180,7 @@ def _tensor_plan(moe: nn.Module, *, sends_part: bool) -> dict[str, ParallelStyle
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParts:
-    """What a model has of its own."""
+    """Properties and parallel styles of one model."""
 
     module: ModuleType
     """torchtitan's module that lays the model out."""
@@ -209,7 +209,7 @@ class ModelParts:
         )
 
     def prepare_experts(self, model: nn.Module) -> None:
-        """Have experts that no graph can hold as they are written run otherwise; bits stay."""
+        """Replace the forward of experts that no graph can hold by another of equal bits."""
         if self.has_own_experts:
             for block in model.layers.values():
                 run_as_one_graph(block.moe.experts)
@@ -244,7 +244,7 @@ PARTS: Final = {
     "llama4": ModelParts(module=llama4, stock=llama4.parallelize_llama, knows_cp=False),
     "qwen3": ModelParts(module=qwen3, stock=qwen3.parallelize_qwen3, knows_async_tp=True),
 }
-"""By torchtitan's name of the model."""
+"""Parts of each model, by torchtitan's name of it."""
 
 
 def parts_of(model_name: str) -> ModelParts:
@@ -257,13 +257,13 @@ def parts_of(model_name: str) -> ModelParts:
 def run_as_one_graph(experts: GptOssGroupedExperts) -> None:
     """Have `experts` run without that branch; those without grouped GEMMs have none.
 
-    To be called before they are laid out: what torchtitan does around them still runs.
+    To be called before they are laid out: torchtitan's code around them still runs.
     """
     experts.forward = functools.partial(_run, experts)
 
 
 def _run(experts: GptOssGroupedExperts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return what `GptOssGroupedExperts.forward` does, on the same meshes."""
+    """Return the result of `GptOssGroupedExperts.forward`, on the same meshes."""
     first = experts.mlp1_weight
     mesh = first.device_mesh if isinstance(first, DTensor) else None
     axes = () if mesh is None else mesh.mesh_dim_names

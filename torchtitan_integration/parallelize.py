@@ -2,8 +2,8 @@
 
 Contract
     Every transformer block, or group of blocks, is one forward and one backward graph: dispatch,
-    experts, tensor parallelism and activation checkpointing included. All else is as torchtitan's
-    own layout has it, by its own functions in its own order.
+    experts, tensor parallelism and activation checkpointing included. The rest of the layout is
+    torchtitan's own, by its functions in its order.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _carried(blocks: Sequence[nn.Module], forward: Callable[..., Any]) -> Callab
 
 
 def announce_first_calls(groups: Iterable[Sequence[nn.Module]]) -> None:
-    """Have each group of blocks log that it is called for the first time: then it is compiled."""
+    """Have each group of blocks log its first call, in which it is compiled."""
     groups = list(groups)
     total = sum(len(blocks) for blocks in groups)
 
@@ -161,8 +161,8 @@ def _apply_checkpointing(
 def bytes_held(model: nn.Module, dims: ParallelDims) -> int:
     """Return the bytes of parameters, gradients and two optimizer states on one rank.
 
-    A lower bound of the step's peak: saved activations come on top. The same on every rank, also
-    where a dimension does not divide: plans depend on it.
+    This is a lower bound of the step's peak: saved activations come on top. It is the same on every
+    rank, also where a dimension does not divide: plans depend on it.
     """
     total = sum(_largest_share(p) * p.element_size() for p in model.parameters())
     return COPIES_OF_PARAMETERS * total // max(1, dims.dp_shard * dims.cp)

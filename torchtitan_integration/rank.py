@@ -1,8 +1,8 @@
 """One rank of `megamoe train`: runs a module as `python -m` does, and ends with torchrun.
 
 Contract
-    A process ends with the one that started it, also where that was killed without notice: torchrun
-    gives every rank a session of its own, which would go on if torchrun were killed.
+    A process ends with its parent, also where the parent was killed without notice: torchrun gives
+    every rank a session of its own, which would go on if torchrun were killed.
     Linux alone has the means (prctl); elsewhere nothing happens.
     Counts from the parent's thread that started the process: start it from a thread that stays.
 """
@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 def with_parent(number: signal.Signals) -> Callable[[], None]:
-    """Return what a child runs first so that it gets `number` when this process ends."""
+    """Return a function that a child runs first, to get `number` when this process ends."""
     prctl, parent = _prctl(), os.getpid()
 
     def bind() -> None:
@@ -35,7 +35,7 @@ def with_parent(number: signal.Signals) -> Callable[[], None]:
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the one that started it ends."""
+    """Have this process killed when its parent ends."""
     if (prctl := _prctl()) is not None:
         prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 

@@ -2,10 +2,10 @@
 
 Contract
     Importing it gives torchtitan's MoE models a layout by megamoe where `compile.backend` asks for
-    it; any other job of theirs is laid out by torchtitan. The model is compiled then whatever
-    `compile.components` says. Models and checkpoints are torchtitan's own; so are losses but for
-    their gradients (`losses`), and optimizers but for the balancing of experts, whatever the
-    backend. The registry's public function is all that is used.
+    it; any other job of these models is laid out by torchtitan. With our layout the model is
+    compiled, whatever `compile.components` says. Models and checkpoints are torchtitan's own; so
+    are losses except for their gradients (`losses`), and optimizers except for the balancing of
+    experts, whatever the backend. Only the registry's public function is used.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def make_spec(model: str) -> TrainSpec:
         stock = spec.build_metrics_processor_fn or build_metrics_processor
         return (MegaMoEMetrics if asks_for_megamoe(job) else stock)(job, *args, **kwargs)
 
-    # torchtitan splits its Qwen3 nowhere, though its code passes over layers a stage lacks
+    # torchtitan never splits its Qwen3, though its code skips layers that a stage lacks
     split = spec.pipelining_fn or pipeline_llm
 
     def pipeline(model: nn.Module, dims: ParallelDims, job: JobConfig, *others: Any) -> Any:

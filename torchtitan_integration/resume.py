@@ -1,4 +1,4 @@
-"""Can a job load what its [checkpoint] says, and save it so? Said before a process starts.
+"""Checks that a job can load and save by its [checkpoint], before a process starts.
 
 Contract
     Reads names of folders, and whether a checkpoint has more than a model; loads nothing.
@@ -18,9 +18,9 @@ STEP: Final = re.compile(r"step-(\d+)")
 METADATA: Final = ".metadata"
 HUGGING_FACE: Final = "model.safetensors.index.json"
 WHOLE: Final = b"train_state"
-"""In the metadata of a checkpoint that a job can go on from: the step it stands at."""
+"""Name in the metadata of a checkpoint with its step, from which a job can go on."""
 BESIDE_MODEL: Final = frozenset({"optimizer", "lr_scheduler", "dataloader", "train_state"})
-"""What a job loads beside its model, unless `checkpoint.exclude_from_loading` names it."""
+"""States a job loads beside its model, unless `checkpoint.exclude_from_loading` has them."""
 
 
 def check_resume(job: JobFile) -> None:
@@ -67,7 +67,7 @@ def _why(job: JobFile, folder: Path, step: int, last: int, *, is_whole: bool) ->
 
 
 def _check_formats(job: JobFile) -> None:
-    """Refuse safetensors of Hugging Face for what they cannot hold: all but a model."""
+    """Refuse safetensors of Hugging Face for anything but a model, which is all they hold."""
     for asked, needs in (
         ("last_save_in_hf", "last_save_model_only"),
         ("initial_load_in_hf", "initial_load_model_only"),
@@ -95,7 +95,7 @@ def _has_safetensors() -> bool:
 
 
 def _check_initial(job: JobFile) -> None:
-    """Refuse weights to begin with that are not there, or are less than what is to be loaded."""
+    """Refuse initial weights that are missing, or are less than the job loads."""
     path = job.read("checkpoint.initial_load_path")
     if job.is_true("checkpoint.initial_load_in_hf"):
         key = "checkpoint.initial_load_path" if path else "model.hf_assets_path"
@@ -143,7 +143,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _is_whole(job: JobFile, step: Path) -> bool:
-    """Whether a checkpoint has all that the job loads of it."""
+    """Whether a checkpoint has all states that the job loads."""
     excluded = job.read("checkpoint.exclude_from_loading") or []
     names = excluded.split(",") if isinstance(excluded, str) else excluded
     if (step / METADATA).is_file() and set(names) >= BESIDE_MODEL:

@@ -4,12 +4,12 @@ Contract
     Reading takes per optimizer step two small copies and one small asynchronous all-reduce, which
     runs beside the optimizer; the host waits for it when metrics are logged. torchtitan counts
     every routed row of its rank's tokens, and where the load is balanced the counters are cleared
-    with each step: one copy is taken before that, and one after, from which the next step counts.
-    `build_optimizers` is the `build_optimizers_fn` of our train specs: torchtitan's optimizers, and
-    before each step torchtitan's update of `expert_bias` in every layer whose `load_balance_coeff`
-    is a number. torchtitan 0.2.2 has three faults here: its Qwen3 is never balanced, one layer
-    without a coefficient stops all of them, and tokens of validation count. Its digits stay where
-    none of these plays a part.
+    with each step: one copy is taken before clearing and one after, from which the next step
+    counts. `build_optimizers` is the `build_optimizers_fn` of our train specs: torchtitan's
+    optimizers, and before each step torchtitan's update of `expert_bias` in every layer whose
+    `load_balance_coeff` is a number. torchtitan 0.2.2 has three faults here: its Qwen3 is never
+    balanced, one layer without a coefficient stops all of them, and tokens of validation count. Its
+    results stay equal to the digit where none of these faults plays a part.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def counted_rows(block: nn.Module) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imbalance:
-    """How unevenly rows fell, 1.0 being even; of all ranks' tokens."""
+    """Imbalance of rows over experts and ranks, 1.0 being even; of all ranks' tokens."""
 
     experts: float
     """Rows of the busiest expert over the mean, averaged over layers."""
@@ -160,7 +160,7 @@ def _max_over_mean(rows: torch.Tensor) -> torch.Tensor:
 
 
 def rows_to_others(rows: torch.Tensor, ep_degree: int, ep_rank: int, tp_degree: int) -> float:
-    """Return how many of `rows` `[layers, experts]` one rank sends to other ranks.
+    """Return the number of `rows` `[layers, experts]` that one rank sends to other ranks.
 
     The ranks of a TP group count the same tokens, and each dispatches its share of them.
     """
@@ -187,7 +187,7 @@ def build_optimizers(
 
 @torch.no_grad()
 def balance(blocks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
-    """Move each layer's bias by what all ranks of `group` counted, and count anew.
+    """Move each layer's bias by the counts of all ranks of `group`, and reset the counts.
 
     The bias of an expert with more rows than the mean falls by the layer's coefficient, that of one
     with fewer rises by it; their mean is taken off (after Wang et al., arXiv 2408.15664).
@@ -207,7 +207,7 @@ def balance(blocks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> Non
 
 
 def count_training_alone(part: nn.Module) -> None:
-    """Have the counters of a model part stay as they are where it is evaluated: no gradients."""
+    """Have the counters of a model part skip evaluation, that is, runs without gradients."""
     blocks, kept = blocks_with_experts([part]), []
 
     def is_training() -> bool:

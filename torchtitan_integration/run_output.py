@@ -1,13 +1,13 @@
-"""What of a job's output a person needs: its steps, how far compiling is, and all that went wrong.
+"""The part of a job's output that a person needs: steps, progress of compiling, and errors.
 
 Contract
     Folds torchtitan's notes at INFO with their continuation lines, and warnings of Python. Shows
-    steps, warnings and errors of any logger, tracebacks to their end, and what torchrun says.
+    steps, warnings and errors of any logger, tracebacks to their end, and torchrun's messages.
     Times are measured: from the time stamps of the rank that is shown.
-    `verbose` folds nothing. All of it is in the ranks' own files in any case.
+    `verbose` folds nothing. The ranks' own files have all lines in any case.
     Errors are those of the newest run, as torchrun keeps them (FOLDER/run/attempt/rank/stderr.log);
     a few runs before it are kept. A folder that is not as expected has nothing to say.
-    On a terminal a last line says what the job is at.
+    On a terminal a last line shows the job's progress.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TORCHS: Final = re.compile(r"^(?P<level>[A-Z])\d{4} [\d:.]+ \d+ \S+\] (?P<text>.
 COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 STEP: Final = re.compile(r"step: +(\d+)\b")
 BLOCK: Final = re.compile(r"compiling block (\d+) of (\d+)")
-"""As torchtitan_integration.parallelize logs it."""
+"""Log line of torchtitan_integration.parallelize."""
 TOTAL: Final = re.compile(r"total steps (\d+)")
 PYTHON_WARNING: Final = re.compile(r"^\S+:\d+: \w*Warning: ")
 STARTS: Final = "Training starts at step"
@@ -49,34 +49,34 @@ KNOWN_WARNINGS: Final = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "While redistributing from",
 )
-"""Of torchtitan and torch in jobs without fault: `megamoe train` checked what they speak of."""
+"""Warnings of torchtitan and torch in sound jobs: `megamoe train` checked their subjects."""
 ON_A_CPU: Final = ("Peak flops undefined", "Failed to use grouped mm")
-"""What there is no reason to say of a CPU; the debug models have grouped products all the same."""
+"""Warnings of no use on a CPU; the debug models have grouped products all the same."""
 TIME: Final = "%Y-%m-%d %H:%M:%S,%f"
 
 
 @dataclass(kw_only=True, slots=True)
 class RunOutput:
-    """Decides line by line what is shown, and keeps what was measured."""
+    """Filter of output lines, which also records times of steps."""
 
     verbose: bool = False
     on_cpu: bool = False
     num_folded: int = 0
     doing: str = ""
-    """What the job is at, in words for a progress line; "" before training starts."""
+    """Current stage of the job, for a progress line; "" before training starts."""
     total: str = ""
     """Steps of the job, "" while it is not known."""
     began: datetime | None = None
     """When training started."""
     steps: list[tuple[int, datetime]] = field(default_factory=list)
-    """Each step that was logged, and when."""
+    """Logged steps and their times."""
     _shows: bool = True
     """Whether lines that belong to the record before them are shown."""
     _in_torchrun: bool = False
-    """Whether the lines at hand are frames of torchrun."""
+    """Whether the current lines are frames of torchrun."""
 
     def take(self, line: str) -> list[str]:
-        """Return what to show of one line of output."""
+        """Return the lines to show for one line of output."""
         shown = self._shown(line.rstrip("\n"))
         self.num_folded += not shown
         return [line.rstrip("\n")] if self.verbose else shown
@@ -104,7 +104,7 @@ class RunOutput:
         return [f"{level}: {text}"] if level and not is_known else []
 
     def _of_torchrun(self, line: str) -> list[str]:
-        """Show of a traceback of torchrun's own its end alone: what failed is a rank."""
+        """Return only the end of torchrun's own traceback: the failure is a rank's."""
         if line.startswith(TRACEBACK):
             self._in_torchrun = True
         elif self._in_torchrun and not line.startswith(" "):
@@ -136,20 +136,20 @@ class RunOutput:
 
     @property
     def first_step_s(self) -> float | None:
-        """The first step that was run, with what is compiled in it; None where it is not known."""
+        """Seconds of the first step, its compilation included; None where unknown."""
         if self.began is None or not self.steps:
             return None
         return self._since(self.steps[0][1])
 
     @property
     def later_step_s(self) -> float | None:
-        """A step after the first, the median over what was logged; None without any."""
+        """Median seconds of the logged steps after the first; None without any."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         each = [(b - a).total_seconds() / (j - i) for (i, a), (j, b) in pairs if j > i]
         return median(each) if each else None
 
     def measured(self) -> str:
-        """Return the line on what was measured, "" where nothing was."""
+        """Return the line on measured times, "" without any."""
         first, later = self.first_step_s, self.later_step_s
         if first is None:
             return ""
@@ -164,17 +164,17 @@ ERROR: Final = re.compile(
 KEPT_RUNS: Final = 4
 """Runs whose output stays when another begins."""
 MOST_RANKS: Final = 4
-"""Ranks of which errors are shown: those of others repeat them."""
+"""Number of ranks whose errors are shown: those of others repeat them."""
 
 
 def drop_old(folder: Path) -> None:
-    """Remove what the ranks of runs before the newest printed."""
+    """Remove the output of old runs, except the newest few."""
     for run in _runs(folder)[:-KEPT_RUNS]:
         shutil.rmtree(run, ignore_errors=True)
 
 
 def last_errors(folder: Path) -> list[str]:
-    """Return `rank N: error` of ranks that ended by one, the last error of each."""
+    """Return `rank N: error` of the first ranks that ended by an error, the last of each."""
     runs = _runs(folder)
     files = sorted(runs[-1].glob("attempt_*/*/stderr.log"), key=_rank) if runs else []
     found = [(_rank(file), error) for file in files if (error := _last_error(file))]
@@ -182,7 +182,7 @@ def last_errors(folder: Path) -> list[str]:
 
 
 def _runs(folder: Path) -> list[Path]:
-    """Return the folders of runs, the newest last; what torchrun did not make is none."""
+    """Return the folders of runs, the newest last; folders not made by torchrun do not count."""
     found = (path.parent for path in folder.glob("*/attempt_0") if path.is_dir())
     return sorted(found, key=lambda run: run.stat().st_mtime_ns)
 
@@ -201,7 +201,7 @@ STARTING = "starting the ranks"
 
 
 def show(lines: Iterable[str], output: RunOutput) -> None:
-    """Print what `output` lets through; on a terminal a last line says what the job is at."""
+    """Print the lines that `output` shows; on a terminal a last line shows the progress."""
     console = Console(highlight=False, soft_wrap=True)
     if console.is_terminal and not output.verbose:
         _show_live(lines, output, console)

@@ -1,8 +1,8 @@
-"""The keys of a torchtitan job, their kinds, and names it knows, read off torchtitan's sources.
+"""Keys of a torchtitan job, their kinds, and known names, read off torchtitan's sources.
 
 Contract
-    Imports neither torch nor torchtitan, which takes ten seconds: sources are parsed. What cannot
-    be found there is not known, and then nothing is refused for it.
+    Imports neither torch nor torchtitan, which takes ten seconds: sources are parsed. A key or name
+    not found there is unknown, and then nothing is refused for it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ WORDS: Final = {
     "str": "a string",
     "list": "a list of strings, with commas in a flag",
 }
-"""What to write for a kind of value."""
+"""Text on what to write for a kind of value."""
 Kinds = tuple[str, ...]
-"""What a key takes, any of them: "int", "Literal['a', 'b']", "None"."""
+"""Alternative kinds of a key's value: "int", "Literal['a', 'b']", "None"."""
 
 
 BUILT_ON: Final = ("config/job_config.py", "protocols/train_spec.py", "models/moe/moe.py")
@@ -37,7 +37,7 @@ BUILT_ON: Final = ("config/job_config.py", "protocols/train_spec.py", "models/mo
 
 
 def check_torchtitan() -> None:
-    """Raise InvalidConfig where no torchtitan is installed that the recipe is built on."""
+    """Raise InvalidConfig unless a torchtitan that the recipe supports is installed."""
     spec = importlib.util.find_spec("torchtitan")
     if spec is None:
         raise InvalidConfig(
@@ -84,7 +84,7 @@ def keys_of_jobs(custom_module: str) -> Mapping[str, Kinds]:
 def names_in(path: str, table: str) -> tuple[str, ...]:
     """Return the keys of the dictionaries at the top of a file of torchtitan, () for none.
 
-    `table` is how the name of the dictionary ends: `_args`, `DATASETS`.
+    `table` is the end of the dictionary's name: `_args`, `DATASETS`.
     """
     return tuple(
         key.value
@@ -203,7 +203,7 @@ def _choices(kind: str) -> tuple[object, ...]:
 
 
 def said(kinds: Kinds) -> str:
-    """Return what to write for `kinds`."""
+    """Return the text on what to write for `kinds`."""
     words = []
     for kind in kinds:
         if kind.startswith("Literal["):

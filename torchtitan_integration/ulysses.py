@@ -4,7 +4,7 @@ Contract
     Around attention, and nowhere else, q, k and v trade their heads for the rest of the sequence,
     and the result trades back. Weights, their names and the model's code are as without it.
     Parts of the sequence lie in the order of ranks: torchtitan's load balancer of context
-    parallelism, which deals them otherwise, is off.
+    parallelism, which orders them differently, is off.
     `to_sequence` undoes `to_heads`. A compiler sees `_c10d_functional` collectives, and counts of
     heads that are read from tensors: the same nodes serve any subset of the heads.
 
@@ -18,7 +18,7 @@ Jacobs et al. 2023, DeepSpeed Ulysses (arXiv 2309.14509).
 Ulysses for multi-head latent attention: gather the latent that keys and values are made of.
 Parameters, their names and the result are those of torchtitan's DeepSeek-V3 attention. Queries
 and the result are exchanged as in `ulysses`; the latent is gathered over the sequence, and each
-rank makes keys and values from it for its own heads only. No more is computed than without it.
+rank makes keys and values from it for its own heads only, with no extra computation.
 
 The latent is taken where fewer bytes travel. H heads of keys (with RoPE `K`) and values (`V`), n
 ranks, a latent of rank R and one rotated key of size P for all heads: per token a rank sends
@@ -64,7 +64,7 @@ def to_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _exchange(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return what the ranks sent here; `rows[r]` goes to rank r, and comes from it."""
+    """Return the rows received; `rows[r]` goes to rank r, and result `[r]` comes from it."""
     return all_to_all_single_autograd(rows.contiguous(), None, None, group)
 
 
@@ -89,13 +89,13 @@ def _leave(module: nn.Module, heads: torch.Tensor, mesh: DeviceMesh) -> torch.Te
 
 
 def _spread(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return keys or values with a head for each rank at least, next to those it came from."""
+    """Return keys or values with at least a head for each rank: heads repeated in place."""
     times = mesh.size() // x.shape[1]
     return x.repeat_interleave(times, 1) if times > 1 else x
 
 
 def apply_ulysses(blocks: Iterable[nn.Module], mesh: DeviceMesh, job: JobConfig) -> None:
-    """Divide the attention of `blocks` over `mesh`, and have `job` deal parts in order."""
+    """Divide the attention of `blocks` over `mesh`, and have `job` keep parts in order."""
     job.parallelism.context_parallel_load_balancer = None
     for block in blocks:
         if gathers_latent(block.attention, mesh.size()):
@@ -115,7 +115,7 @@ Rotation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gathers_latent(attention: nn.Module, ranks: int) -> bool:
-    """Return whether `attention` has a latent, and over `ranks` ranks it is the less to send."""
+    """Return whether `attention` has a latent that takes fewer bytes to send over `ranks` ranks."""
     if not isinstance(attention, Attention):
         return False
     latent = attention.kv_lora_rank + attention.qk_rope_head_dim
@@ -156,7 +156,7 @@ def _attend(
 
 
 def _queries(attention: nn.Module, x: torch.Tensor, rotated: Rotation) -> torch.Tensor:
-    """Return `[B, S / n, H, K]`."""
+    """Return the queries `[B, S / n, H, K]`."""
     if attention.q_lora_rank == 0:
         q = attention.wq(x)
     else:
@@ -167,7 +167,7 @@ def _queries(attention: nn.Module, x: torch.Tensor, rotated: Rotation) -> torch.
 
 
 def _latent(attention: nn.Module, x: torch.Tensor, rotated: Rotation) -> torch.Tensor:
-    """Return `[B, S / n, R + P]`: all that keys and values are made of."""
+    """Return the latent `[B, S / n, R + P]`, from which keys and values are made."""
     latent, key = attention.wkv_a(x).split([attention.kv_lora_rank, attention.qk_rope_head_dim], -1)
     return torch.cat([attention.kv_norm(latent), rotated(key.unsqueeze(2)).squeeze(2)], -1)
 

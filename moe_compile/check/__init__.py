@@ -1,4 +1,4 @@
-"""Checks of a machine: sections in their time, items that ranks do together, what they are held to.
+"""Checks of a machine: timed sections, items that ranks do together, and bars for the results.
 
 Programs that check a machine (`benchmarks.gpu`, `benchmarks.node`) are made of this.
 """

@@ -1,11 +1,11 @@
-"""Section `bits`: layers compiled by megamoe compute what they compute eagerly, bit for bit.
+"""Section `bits`: layers compiled by megamoe equal the eager layers bit for bit.
 
 Contract
     A program for every rewrite and option, its chunks without rows and ranks without tokens among
-    them, runs eagerly and compiled, without Inductor: that rounds otherwise. All of them are
+    them, runs eagerly and compiled, without Inductor, which rounds differently. All of them are
     rewritten: a region that is left as it was written checks nothing.
-    Memory that is given next holds NaN, as far as the allocator gives it again and torch fills it.
-    What differs, what raises, and what is not rewritten is a failure.
+    Newly allocated memory holds NaN, as far as the allocator reuses it and torch fills it.
+    A difference, an error, and a program that is not rewritten are failures.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ PROGRAMS: Final[Mapping[str, Program]] = {
     "sums on nodes, by tokens": replace(ONE, rewrite=Rewrite.SUM_SLICES),
     "sums on nodes, both in slices": replace(ONE, rewrite=Rewrite.SUM_BOTH),
 }
-"""By name; on two ranks, or in two hops on four."""
+"""Programs by name; on two ranks, or in two hops on four."""
 
 ON_ALL_RANKS: Final = (
     "chunks", "chunks by load", "chunks of tokens", "dispatch in eight bits", "tokens gathered",
     "a rank without rows", "two hops", "sums on nodes",
 )  # fmt: skip
-"""Of these, those that are run on all ranks too."""
+"""Programs that are run on all ranks too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,14 +139,14 @@ class Item:
     name: str
     num_ranks: int
     options: str
-    """What is asked of megamoe."""
+    """Options asked of megamoe."""
     text: str
 
 
 def items_for(num_ranks: int) -> Iterator[Item]:
     """Yield all programs for two or four ranks, then some for `num_ranks`.
 
-    Those for more ranks than there are too: it shows that they are left out.
+    Programs for more ranks than there are come too: the record shows that they are left out.
     """
     small = [_item(name, legal(program)) for name, program in PROGRAMS.items()]
     yield from sorted(small, key=lambda item: item.num_ranks)
@@ -171,7 +171,7 @@ def _item(name: str, program: Program) -> Item:
 
 
 NEEDS_S: Final = {"cpu": 20.0, "cuda": 10.0}
-"""What one program takes, at most but for a slow machine."""
+"""Seconds that one program takes at most, but for a slow machine."""
 
 
 def check_bits(team: Team, names: Sequence[str] = ()) -> None:
@@ -193,7 +193,7 @@ def check_item(team: Team, item: Item) -> None:
 
 
 def run_item(item: Item) -> tuple[RankFindings, float]:
-    """Run a program on this rank; return what was found and the seconds it took.
+    """Run a program on this rank; return its findings and the seconds it took.
 
     Torch's deterministic algorithms stay in use.
     """
@@ -204,7 +204,7 @@ def run_item(item: Item) -> tuple[RankFindings, float]:
 
 
 def judge_item(item: Item, record: Record, found: list[tuple[RankFindings, float]]) -> None:
-    """Record what ranks found of an item."""
+    """Record the ranks' findings on an item."""
     judgement = judgement_of([findings for findings, _ in found])
     seconds = max(seconds for _, seconds in found)
     record.add_row(
@@ -228,7 +228,7 @@ def judge_item(item: Item, record: Record, found: list[tuple[RankFindings, float
 BLOCK_BYTES: Final = (2**12, 2**16, 2**20, 2**24)
 """Sizes of blocks that held NaN."""
 BLOCKS: Final = 4
-"""Of each size."""
+"""Number of blocks of each size."""
 
 
 def poison(device: str | torch.device | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Run commands for so long and no longer, with all that they started.
+"""Run commands, with all processes that they start, for a limited time.
 
 Contract
     When a call returns, no process of the commands' sessions is left, whatever way they ended.
@@ -26,9 +26,9 @@ def run_limited(
     *,
     keeps_output: bool = False,
 ) -> int | None:
-    """Return the exit code, None when the time was over; stderr goes to `log`.
+    """Run a command; return its exit code, None when the time was over; stderr goes to `log`.
 
-    So does stdout if it `keeps_output`.
+    So does stdout with `keeps_output`.
     """
     with _started(command, log, environment, keeps_output=keeps_output) as process:
         try:

@@ -1,13 +1,13 @@
-"""Run a check's sections one after the other, each in its part of the time; keep what they find.
+"""Run a check's sections one after the other, each in its part of the time; keep the findings.
 
 Contract
-    What passed before on the same machine and code is not run again. The summary is on disk after
-    every section. A section that measured nothing has not passed.
+    A section that passed before on the same machine and code is not run again. The summary is on
+    disk after every section. A section that measured nothing has not passed.
     The file of a section is whole whenever the process dies: it is replaced after every finding.
     An item that raises is recorded with its traceback and the section goes on; one that no longer
     fits in the time is recorded as skipped.
-    A record that resumes another holds what that found. What the other began and did not end is a
-    failure, and is not begun again.
+    A record that resumes another holds its findings. An item that the other began and did not end
+    is a failure, and is not begun again.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Result = TypeVar("Result")
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """One section's results; `data` is what is written."""
+    """One section's results; `data` is the content of its file."""
 
     path: Path
     deadline: float
-    """By time.monotonic()."""
+    """Time of its end, by time.monotonic()."""
     data: dict[str, Any] = field(default_factory=dict)
     resumes: bool = False
-    """Whether what is on disk was found by an earlier process of the same section."""
+    """Whether the findings on disk are those of an earlier process of the same section."""
 
     def __post_init__(self) -> None:
-        """Start with nothing found, or with what an earlier process found."""
+        """Start without findings, or with those of an earlier process."""
         self.data |= {"rows": [], "failures": [], "skipped": [], "begun": [], "ended": []}
         if self.resumes and self.path.exists():
             self.data |= json.loads(self.path.read_text())
@@ -74,13 +74,13 @@ class Record:
         return is_so
 
     def attempt(self, what: str, work: Callable[[], Result], needs_s: float = 0.0) -> Result | None:
-        """Return what `work` returns; None when it raised or `needs_s` no longer fit."""
+        """Return the result of `work`; None when it raised or `needs_s` no longer fit."""
         if not self._fits(what, needs_s):
             return None
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - a GPU breaks in ways no list of types covers,
-            # and what is not tried after a failure costs another loan of the machine
+            # and an item not tried after a failure costs another loan of the machine
             self.fail(
                 what, f"{type(error).__name__}: {error}"[:500], traceback.format_exc()[-6000:]
             )
@@ -89,7 +89,7 @@ class Record:
     def begin(self, what: str, *, why: str = "", needs_s: float = 0.0) -> bool:
         """Return whether `what` is to be done: it fits, no process began it, and `why` is "".
 
-        `why` says why it cannot be. What is begun is on disk: a process may die of it.
+        `why` says why it cannot be done. An item begun is on disk: a process may die of it.
         """
         if what in self.data["begun"]:
             return False
@@ -102,12 +102,12 @@ class Record:
         return True
 
     def end(self, what: str) -> None:
-        """Say that what was begun has ended, well or not."""
+        """Note that an item begun has ended, well or not."""
         self.data["ended"].append(what)
         self.write()
 
     def skip(self, what: str, why: str) -> None:
-        """Say that an item was left out."""
+        """Note that an item was left out."""
         skipped = {"what": what, "why": why}
         if skipped not in self.data["skipped"]:
             self.data["skipped"].append(skipped)
@@ -150,13 +150,13 @@ def say(what: str) -> None:
 SUMMARY: Final = "summary.json"
 PASSED: Final = "passed"
 ALIKE: Final = ("gpu", "torch", "cuda", "triton")
-"""Of a machine: where one of these is another, what passed before says nothing."""
+"""Properties of a machine; sections that passed with another value of one do not count."""
 GRACE_S: Final = 8.0
-"""Before its end a section begins nothing more; then it is killed."""
+"""Seconds before its end in which a section begins nothing more; then it is killed."""
 RESERVE_S: Final = 10.0
-"""For starting and for the table."""
+"""Seconds for starting and for the table."""
 LONGEST_S: Final = 480.0
-"""What a section may take at most, however much time is left."""
+"""Most seconds for a section, however much time is left."""
 
 
 def read_arguments(
@@ -168,7 +168,7 @@ def read_arguments(
 ) -> argparse.Namespace:
     """Return the command line of a check that has the sections `promised`, "cuda" its device.
 
-    What every check takes joins what `parser` has.
+    The arguments of every check join those of `parser`.
     """
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--budget-s", type=float, default=budget_s, help="default: %(default)s")
@@ -195,7 +195,7 @@ def run_sections(
 ) -> bool:
     """Run those of `promised`, seconds by name, that have not passed; return whether all have.
 
-    `run` is given a name and seconds, and returns what became of the section.
+    `run` is given a name and seconds, and returns the section's result.
     """
     began = time.monotonic()
     names = [name for name in promised if name not in summary["sections"]]
@@ -228,13 +228,13 @@ def passed_before(
 
 
 def read_section(out: Path, name: str) -> dict[str, Any]:
-    """Return what a section has written; empty when it wrote nothing."""
+    """Return the results a section has written; empty when it wrote none."""
     path = out / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def ended(code: int | None, found: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """Return what became of a section whose process ended with `code`, None for no time left."""
+    """Return the result of a section whose process ended with `code`, None for no time left."""
     return {
         "status": _status(code, found),
         "exit_code": code,

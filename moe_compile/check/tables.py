@@ -1,4 +1,4 @@
-"""The tables that end a check: what each section found, and what became of the bars it is held to.
+"""The tables that end a check: findings of each section, and the verdicts on its bars.
 
 Contract
     A bar holds, is missed, or is open: its section did not run, or not to the end.
@@ -20,12 +20,12 @@ Section = Mapping[str, Any]
 Look = Callable[[Section], tuple[bool, str]]
 
 OTHERS: Final = "inductor"
-"""How names of items begin that only compare with others: they may be skipped."""
+"""Prefix of items that only compare with others: they may be skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar, and what was found."""
+    """One bar and its verdict."""
 
     what: str
     holds: bool | None
@@ -34,7 +34,7 @@ class Bar:
 
 
 def judge(sections: Mapping[str, Section], bars: Sequence[tuple[str, str, Look]]) -> list[Bar]:
-    """Return what became of `bars`: of each its section, what is wanted, and how it is told.
+    """Return the verdicts on `bars`; each has a section, a text, and a function that judges it.
 
     `sections` are results by name, {} of one that did not run.
     """
@@ -51,7 +51,7 @@ def _judged(what: str, section: Section, look: Look) -> Bar:
 
 
 def no_failure(section: Section) -> tuple[bool, str]:
-    """Return whether nothing failed; raises LookupError where something of ours was skipped."""
+    """Return whether nothing failed; raise LookupError where something of ours was skipped."""
     failures = [failure["what"] for failure in section["failures"]]
     skipped = [one["what"] for one in section.get("skipped", [])]
     ours = [what for what in skipped if not what.startswith(OTHERS)]
@@ -61,7 +61,7 @@ def no_failure(section: Section) -> tuple[bool, str]:
 
 
 MOST_FAILURES: Final = 12
-"""Printed; the files have all."""
+"""Failures printed; the files have all."""
 SAID: Final = {True: "holds", False: "MISSED", None: "open"}
 
 
@@ -79,7 +79,7 @@ def print_sections(
     summary: Mapping[str, Any],
     tables: Mapping[str, Callable[[Section], Table]],
 ) -> None:
-    """Print a table for each section, what failed and was skipped in it, then how each ended."""
+    """Print a table for each section, its failed and skipped items, then how each ended."""
     for name in summary["sections"]:
         section = read_section(out, name)
         if section.get("rows"):
@@ -100,7 +100,7 @@ def print_bars(
     summary: Mapping[str, Any],
     bars: Sequence[tuple[str, str, Look]],
 ) -> None:
-    """Print what became of the bars."""
+    """Print the verdicts on the bars."""
     is_gpu = summary["device"] == "cuda"
     title = "Bars" if is_gpu else "Bars, for a GPU: times are no measurement here"
     table = new_table(title, "", "", "found")

@@ -5,9 +5,9 @@ Contract
     item on which ranks fail differently leaves them at different places: `OutOfStep` is raised,
     and a new process of each rank goes on behind that item. An item that was begun and not
     finished, by a process that was ended, is a failure.
-    Ranks hear of each other through the store: a group that hangs keeps nobody from saying so.
-    What an item computes in is a default group of as many ranks as it asks for, several side by
-    side; ranks that are left over do nothing.
+    Ranks talk through the store: they can report a group that hangs.
+    An item runs in default groups of as many ranks as it asks for, several side by side; ranks that
+    are left over do nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Found = TypeVar("Found")
 TAIL: Final = 4000
 """Characters kept of a traceback."""
 LATER_S: Final = 60.0
-"""How much longer than a collective ranks are waited for: one may only be slow."""
+"""Seconds that ranks are waited for beyond a collective: one may only be slow."""
 RESTART: Final = 75
 """Exit status of a process whose section goes on in a new one."""
 
@@ -76,7 +76,7 @@ class Team:
         num_ranks: int = 0,
         needs_s: float = 0.0,
     ) -> None:
-        """Do `work` on groups of `num_ranks`, all by default, and `judge` what all ranks found.
+        """Do `work` on groups of `num_ranks`, all by default, and `judge` all ranks' findings.
 
         An item for more ranks than there are is skipped.
         """

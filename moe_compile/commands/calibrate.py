@@ -1,8 +1,8 @@
-"""`megamoe calibrate`: measure what one device can and write it as a profile.
+"""`megamoe calibrate`: measure the rates of one device and write them as a profile.
 
 Contract
-    What one device cannot tell (links, capacities, peaks) stays as the profile started from has
-    it, with its origin; its fits are left out. What is written loads.
+    Values that one device cannot show (links, capacities, peaks) stay as in the profile started
+    from, with their origin; its fits are left out. The written profile loads.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def calibrate(known: argparse.Namespace) -> int:
 
 
 def _measured(measure: Any, device: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was measured, by dotted path in the profile."""
+    """Return the measured values by dotted path in the profile."""
     memory = measure.memory_gb_per_s(device)
     found: dict[str, Any] = {
         "matmul_tflops": _short(measure.matmul_tflops(device)),

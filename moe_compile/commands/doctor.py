@@ -1,8 +1,8 @@
-"""`megamoe doctor`: what NVML says of this machine, its profile, and what it makes different.
+"""`megamoe doctor`: this machine by NVML, its profile, and the choices in which they differ.
 
-What to choose differently on a machine that is not as its profile says.
-A choice is the fastest of the schedules a compiler can make, for one layer of each model of
-MegaScale-MoE's table 2: whole operators or chunks, with and without an fp8 wire.
+A machine that is not as its profile says may have other best choices. A choice is the fastest of
+the schedules a compiler can make, for one layer of each model of MegaScale-MoE's table 2: whole
+operators or chunks, with and without an fp8 wire.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def doctor(known: argparse.Namespace, machine: Machine) -> int:
 
 
 def _profile_of(machine: Machine) -> str:
-    """Return the profile for the first GPU; the processor's where none can stand in."""
+    """Return the profile for the first GPU; the processor's where no GPU profile fits."""
     if not machine.devices:
         return NO_GPU
     first = machine.devices[0]
@@ -154,7 +154,7 @@ def _choices(choices: Sequence[ScheduleComparison]) -> Table:
 
 
 NEAR: Final = 0.10
-"""Share by which a rate may differ from the profile's before it is worth a word: NVLink counts
+"""Share by which a rate may differ from the profile's before it is reported: NVLink counts
 26.6 GB/s per link where data sheets say 25."""
 WORTH: Final = 0.02
 """Gain below which the simpler of two schedules is chosen."""
@@ -163,7 +163,7 @@ NVLINK_ADVICE: Final = "write a profile with link nvlink of that rate"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleComparison:
-    """The schedule for one model, by the profile and by what this machine has."""
+    """The schedules for one model by the profile and by this machine's links."""
 
     model: str
     by_profile: str
@@ -197,7 +197,7 @@ def find_findings(machine: Machine, profile: ClusterProfile | None) -> tuple[str
 
 
 def find_choices(machine: Machine, profile: ClusterProfile) -> tuple[ScheduleComparison, ...]:
-    """Return for each model what the profile and what this machine's links make best.
+    """Return for each model the best schedules by the profile and by this machine's links.
 
     Empty where there is nothing to choose: one GPU, or links as the profile has them.
     """

@@ -44,9 +44,9 @@ OURS_BETWEEN: Final[Sequence[str]] = (
     "rounded: 2 chunks",
     "rounded: 2 parts",
 )
-"""The same where rows cross nodes."""
+"""megamoe's own schedule where rows cross nodes."""
 DRAWN: Final = ("flat: sequential", "sequential", "inter-op", "two-batches", "ideal")
-"""Other schedules of a timeline unless told."""
+"""Other schedules of a timeline by default."""
 GPUS: Final = (240, 480, 720, 960, 1440)
 SETTINGS: Final = (
     ("batch", "global_batch", "sequences per step"),
@@ -100,7 +100,7 @@ def simulate(known: argparse.Namespace) -> int:
 
 
 def _console(known: argparse.Namespace) -> Console:
-    """Return where tables are printed: nowhere, where JSON is."""
+    """Return the console for tables, which prints nothing if JSON is printed."""
     return Console(quiet=True) if known.json else tables.new_console()
 
 
@@ -212,13 +212,13 @@ def _write_timeline(known: argparse.Namespace, setting: Setting) -> list[str]:
 
 
 def _named(schedule: str) -> str:
-    """Return the name of a schedule as timelines have it: which one is megamoe's is said."""
+    """Return the name of a schedule as timelines have it, with megamoe's own marked."""
     is_own = any(mark in schedule for mark in (" chunks of ", " parts of ", ": "))
     return f"{schedule} (megamoe)" if is_own and "sequential" not in schedule else schedule
 
 
 def _picture() -> Any:
-    """Import what draws: matplotlib is not installed with megamoe."""
+    """Import the module that draws: matplotlib is not installed with megamoe."""
     try:
         return importlib.import_module("moe_compile.simulator.cluster_picture")
     except ModuleNotFoundError:

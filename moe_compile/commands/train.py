@@ -1,7 +1,7 @@
 """`megamoe train`: check a torchtitan job, train by it on this machine, and print the report.
 
 Contract
-    What can be wrong with the job is said before a process starts: file, key, nearest name.
+    Faults of the job are reported before a process starts: file, key, nearest name.
     The exit status is torchrun's. A run that failed says so in its last line.
     The report shown at the end is of this run, never of an earlier one. Where megamoe was asked for
     and rewrote nothing, the last line says so, and why.
@@ -163,7 +163,7 @@ def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> 
 
 
 def _settings_of_ranks(ranks: int) -> dict[str, str]:
-    """Return what joins the environment of the ranks, said on the terminal."""
+    """Return variables to add to the environment of the ranks, and print them."""
     allow_open_files()
     if uses_cpu(ranks):
         if num_gpus():
@@ -184,7 +184,7 @@ def _failure(status: int, logs: Path) -> str:
 
 
 def _written(path: Path) -> int:
-    """Return when the file was written, in nanoseconds; 0 when there is none."""
+    """Return the time when the file was written, in nanoseconds; 0 when there is none."""
     return path.stat().st_mtime_ns if path.is_file() else 0
 
 

@@ -1,9 +1,9 @@
-"""Which of all ranks' routed rows are this rank's, when every rank knows every count.
+"""Indices of this rank's rows among all ranks' routed rows, when every rank knows every count.
 
 Contract
     All ranks' rows are numbered by sender, `rows_per_rank` each, sorted by expert within one:
-    number `sender * rows_per_rank + place`. What a rank gets stands in the order in which an
-    all-to-all would bring it: by sender, then by expert, then as the sender had it.
+    number `sender * rows_per_rank + place`. A rank's rows stand in the order in which an all-to-all
+    would bring them: by sender, then by expert, then in the sender's order.
 
 Worked example: two ranks of two experts, counts [[1, 0, 2, 1], [0, 3, 1, 0]], four rows each.
 Rank 1 has experts 2 and 3: rows 1, 2, 3 of sender 0 and row 3 of sender 1, numbers [1, 2, 3, 7].
@@ -39,7 +39,7 @@ def local_rows(
 
 
 def slice_counts(counts: torch.Tensor, by_slice: torch.Tensor, num_slices: int) -> torch.Tensor:
-    """Return how many rows of each slice go to each expert, `[num_slices, experts]`.
+    """Return the number of rows of each slice for each expert, `[num_slices, experts]`.
 
     `counts` `[experts]` are those of all rows, sorted by expert; `by_slice` is a stable order of
     the rows by slice, `[rows]`, every slice with as many as any other.

@@ -1,8 +1,9 @@
-"""Which rows go where when a token crosses to a node once: the integers of two hops.
+"""Indices and sizes of two hops, in which a token crosses to a node once.
 
 Contract
-    What the two hops bring, `fan` of it, is in the order of the flat all-to-all: by sender, then
-    by expert, then by token. Every index is computed on the device; the host reads sizes alone.
+    The rows that two hops bring, reordered by `fan`, are in the order of the flat all-to-all: by
+    sender, then by expert, then by token. Every index is computed on the device; the host reads
+    sizes alone.
     No token chooses an expert twice, and the rows of an expert stand in the order of tokens.
 
 Ranks are `node * L + place`, N nodes of L ranks, E experts on each, n = N L. T tokens, k of the
@@ -19,7 +20,7 @@ slice in C chunks of every rank's experts, chunk c those from `edges[c]` to `edg
 Worked example: 2 nodes of one rank, 2 experts each; tokens that choose [0, 3] and [2, 3]. Rank 0
 sends token 0 to itself and tokens 0, 1 to node 1: far = [0, 0, 1], whose masks there are [10] for
 token 0 (expert 3) and [11] for token 1. Node 1 takes near = [1, 0, 1]: expert 2 of token 1,
-expert 3 of both. In two slices far = [0, 0 | 1], and near = [0 | 0, 0] of what each brought.
+expert 3 of both. In two slices far = [0, 0 | 1], and near = [0 | 0, 0] of the rows each brought.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ def hop_table(
     edges: list[int],
     slices: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what every rank is told, `[n, S (E + C L + 1)]` int32, and tokens for each node.
+    """Return the table for every rank, `[n, S (E + C L + 1)]` int32, and tokens for each node.
 
-    Rank (b, m) is told, of each slice, the rows for each of its experts, those of each chunk for
-    each rank of node b, and how many tokens need node b. `chosen` `[..., k]` are experts, `counts`
-    the rows for each. Tokens are `[S, N]`.
+    The row of rank (b, m) has, for each slice, the number of rows for each of its experts, of rows
+    of each chunk for each rank of node b, and of tokens that need node b. `chosen` `[..., k]` are
+    experts, `counts` the rows for each. Tokens are `[S, N]`.
     """
     per_node = local * edges[-1]
     needs = _needs(chosen // per_node, nodes).to(torch.int64)
@@ -86,8 +87,9 @@ def hop_sizes(
 ) -> torch.Tensor:
     """Return rows of hop 1 to and from each node, then of hop 2 to and from each place.
 
-    Those of hop 1 by slice, those of hop 2 by slice and chunk. `table` `[N, L, S, E + C L + 1]` is
-    what this rank was told by all, `tokens` `[S, N]` its own.
+    Numbers of hop 1 are by slice, those of hop 2 by slice and chunk.
+    `table` `[N, L, S, E + C L + 1]` is received from all ranks, `tokens` `[S, N]` is this rank's
+    own.
     """
     local = table.shape[1]
     on_node = table[..., edges[-1] : -1].unflatten(3, (-1, local))
@@ -123,7 +125,7 @@ def far_rows(
 def near_rows(
     masks: torch.Tensor, per_node: int, edges: list[int], num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which of the rows that hop 1 brought go on, and slots.
+    """Return the indices of the rows of hop 1 that go on in hop 2, and their slots.
 
     Both `[num_rows]`, by chunk and then by expert. A row's slot is how many experts of the node
     before its own need the same row of hop 1.
@@ -138,7 +140,7 @@ def near_rows(
 
 
 def fan_rows(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return where each flat row is among those that hop 2 brought, `[num_rows]`.
+    """Return the place of each flat row among the rows that hop 2 brought, `[num_rows]`.
 
     `counts` `[N, L, S, E]` are rows by sender, slice and expert. Rows came by slice, place, expert,
     node.
@@ -149,7 +151,7 @@ def fan_rows(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def back_rows(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the inverse of `fan_rows`: which flat row each row is that hop 2 brought."""
+    """Return the inverse of `fan_rows`: the flat place of each row that hop 2 brought."""
     came, flat = counts.permute(2, 1, 3, 0), counts.permute(0, 1, 3, 2)
     return _moved_runs(came, _starts(flat).permute(3, 1, 2, 0) - _starts(came), num_rows)
 
@@ -157,7 +159,7 @@ def back_rows(counts: torch.Tensor, num_rows: int) -> torch.Tensor:
 def chunk_rows(
     counts: torch.Tensor, edges: list[int], num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which flat row each row is when they lie by chunk, and the inverse of that.
+    """Return the flat place of each row in an order by chunk, and the inverse.
 
     `counts` `[N, L, S, E]`. Within a chunk rows lie by sender and expert, as in the flat order.
     """
@@ -178,7 +180,7 @@ def _by_chunk(ranks: int, edges: list[int], device: torch.device) -> torch.Tenso
 
 
 def _by_slice(needs: torch.Tensor, slices: int) -> torch.Tensor:
-    """Return the sums `[S, ...]` of what each token has, `[T, ...]`, by slice."""
+    """Return the sums `[S, ...]` of the tokens' `needs` `[T, ...]` by slice."""
     tokens = torch.arange(needs.shape[0], device=needs.device)
     of_slice = _slice_of(tokens, needs.shape[0], slices)
     sums = torch.zeros((slices, needs.shape[1]), dtype=needs.dtype, device=needs.device)
@@ -211,13 +213,13 @@ def _bits(masks: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _before(marks: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """Return how many of its `marks`, `[R, number]`, each row has before its `column`, `[R]`."""
+    """Return the number of `marks` `[R, number]` of each row before its `column` `[R]`."""
     columns = torch.arange(marks.shape[1], device=marks.device)
     return (marks * (columns < column[:, None])).sum(1)
 
 
 def _starts(counts: torch.Tensor) -> torch.Tensor:
-    """Return where each run of rows starts, in the shape of `counts`, runs in its order."""
+    """Return the start of each run of rows, in the shape of `counts`, runs in its order."""
     flat = counts.reshape(-1)
     return (torch.cumsum(flat, 0) - flat).view(counts.shape)
 

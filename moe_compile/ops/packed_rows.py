@@ -1,8 +1,8 @@
 """Rows as they are sent, or packed into messages of eight bits; one exchange, and its gradient.
 
 Contract
-    A message is that of `moe_compile.ops.wire_format`: of each row by itself, so that moving rows
-    and packing them commute, and messages may be handed on as they came.
+    A message has the format of `moe_compile.ops.wire_format`, row by row, so that moving rows and
+    packing them commute, and messages may be passed on as they came.
     The exchange stays a collective that every scheduler sees: pack, `all_to_all_single` on bytes,
     wait, unpack.
     `dequantize_exchanged`: the gradient of the received rows goes back over the same group with the
@@ -42,7 +42,7 @@ def as_rows(
     *,
     quantizes: bool,
 ) -> torch.Tensor:
-    """Return rows `index` of what came, or all: the reverse of `as_sent`, of rows of `dtype`."""
+    """Return rows `index` of `came`, or all: the reverse of `as_sent`, of rows of `dtype`."""
     if quantizes:
         way = () if index is None else (index,)
         op = UNPACK_DEQUANTIZE if index is None else UNPACK_DEQUANTIZE_PERMUTE
@@ -54,7 +54,7 @@ def as_rows(
 def all_to_all(
     sent: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str
 ) -> torch.Tensor:
-    """Return what an all-to-all of `sent`, as `as_sent` has it, brings."""
+    """Return the rows or message that an all-to-all of `sent`, made by `as_sent`, brings."""
     launch = C10D.all_to_all_single(sent, output_splits, input_splits, group)
     received: torch.Tensor = C10D.wait_tensor(launch)
     return received

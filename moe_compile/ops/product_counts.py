@@ -1,10 +1,10 @@
-"""Grouped matrix products count as compute for torch's flop counter, and for what asks it.
+"""Grouped matrix products count as compute for torch's flop counter and its readers.
 
 Contract
     `FlopCounterMode` counts forward and backward of grouped products; Inductor's own estimates,
     which look into the counter's registry, take them for compute.
     A formula that torch or the program has registered is left as it is.
-    Of rows in no group (those after the last offset) the shapes say nothing: they are counted.
+    Rows in no group (those after the last offset) are counted too: shapes do not show them.
 
 Torch 2.13 has formulas for mm, bmm and scaled_mm, and none for grouped products.
 """
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 GROUPED: Final = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 """Operators of `torch.ops.aten`; a torch may have fewer."""
 BY_GROUP: Final = 3
-"""Dimensions of an operand that has a matrix for each group; of two, offsets part its rows."""
+"""Dimensions of an operand with a matrix per group; with two, offsets divide its rows."""
 
 
 def grouped_product_flops(
@@ -31,8 +31,8 @@ def grouped_product_flops(
 
     `[R, K] x [G, K, N]` rows by their group's matrix; `[G, M, K] x [K, R]` columns likewise;
     `[M, R] x [R, N] -> [G, M, N]` a weight gradient, R parted into groups; `[G, M, K] x [G, K, N]`.
-    Groups part one dimension: each row is computed once, so that their number does not count,
-    but where both operands have it.
+    Groups divide one dimension: each row is computed once, so that the number of groups does not
+    count, unless both operands have it.
     """
     columns = right[-1]
     is_parted_by_columns = len(left) == BY_GROUP and len(right) < BY_GROUP
@@ -41,7 +41,7 @@ def grouped_product_flops(
 
 
 def count_grouped_products() -> None:
-    """Register grouped products where nobody has."""
+    """Register formulas for grouped products that have none."""
     for name in GROUPED:
         packet: Any = getattr(torch.ops.aten, name, None)
         if packet is not None and packet not in flop_registry:

@@ -9,9 +9,9 @@ Contract
 Shapes: S rows to choose from, R rows of a message, D columns, M = row_bytes(D).
 
 Rows to messages and back in plain PyTorch: the specification, and the CPU path.
-Bytes and values are those of `moe_compile.ops.wire_format`. Compilers fuse what is here: there
-is nothing but elementwise operators, one reduction per block, one concatenation, and where
-blocks do not fill a row another, or a choice of columns.
+Bytes and values are those of `moe_compile.ops.wire_format`. Compilers fuse this code: it has only
+elementwise operators, one reduction per block, one concatenation and, where blocks do not fill a
+row, a second one or a choice of columns.
 
 Shapes: S rows to choose from, R rows of a message, D columns, B blocks, M = row_bytes(D).
 """
@@ -143,7 +143,7 @@ REFERENCES: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
     UNPACK_DEQUANTIZE_PERMUTE: lambda message, index, *row: unpack_rows(message[index], *row),
     GATHER_ROWS: lambda rows, index: rows[index],
 }
-"""Operator -> what it computes, in plain PyTorch."""
+"""Operator -> its reference in plain PyTorch."""
 
 _FAKES: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
     GATHER_QUANTIZE_PACK: _fake_pack,

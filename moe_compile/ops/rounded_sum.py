@@ -32,9 +32,9 @@ class Halves:
     """The two halves of a float32 buffer of N values, as bfloat16 `[N]` each."""
 
     rounded: torch.Tensor
-    """What the buffer held."""
+    """The rounded values of the buffer."""
     free: torch.Tensor
-    """Memory that nobody reads."""
+    """Unused memory."""
 
 
 def round_in_place(buffer: torch.Tensor, *, staged: int = STAGED) -> Halves:

@@ -1,4 +1,4 @@
-"""Sums of rows by place, weighted or not, and the sums per token that they are made for.
+"""Sums of rows by place, weighted or not, and the sums per token that use them.
 
 Contract
     Rows are added up in float32, where rows or weights are float64 in float64, from the first place
@@ -9,7 +9,7 @@ Contract
     dots_of_places     dot products of the rows at some places with a row for each line of places
     token_sums         sums per token of rows in any order, `slots` to a token
 
-With `weights` s and `order` o, which says that row r is slot o[r] % k of token o[r] // k:
+With `weights` s and `order` o, by which row r is slot o[r] % k of token o[r] // k:
 
     token_sums         y[t] = sum over j of s[t, j] rows[r] where o[r] = k t + j
     gradient of rows   s[t, j] dy[t], in the order of the rows, rounded once: no sum

@@ -1,7 +1,7 @@
 """Rows that came in two hops, and their sums per token, with the gradients of one exchange.
 
 Contract
-    Values are given, and are those of the flat all-to-all; the operators only say how gradients
+    Values are given, and are those of the flat all-to-all; the operators only decide how gradients
     travel. Each collective stays one that every scheduler sees, forward and backward.
 
     rows_received    the value of two hops; its gradient goes home flat, one row for each row sent
@@ -13,13 +13,12 @@ Contract
 
     Sums of rows that go home in two hops are made on the node first, then at home, in float32
     (float64 ones in float64), always in the same order: on a node by expert, at home by node. A sum
-    of one row is that row, bit for bit. Where sums are made is told by integers: no row is added to
-    memory that another row is added to. From node to node a token's rows travel as one, rounded to
-    their type.
+    of one row is that row, bit for bit. Places of sums are integers: no two rows are added to the
+    same memory. Between nodes, the sum of a token's rows travels as one row, rounded to their type.
 
 Rows are in C chunks of experts, and hop 1 goes in S slices of tokens, as `ops/hop_rows.py` has it:
-of each slice all chunks in hop 2. They change no sum: a node adds up once the rows of all chunks
-are there. Sizes are those of `hop_sizes`, by slice and chunk.
+of each slice all chunks in hop 2. Slices and chunks change no sum: a node adds up once the rows of
+all chunks are there. Sizes are those of `hop_sizes`, by slice and chunk.
 
 Worked example: rows [a, b, c] of tokens [1, 0, 1] in slots [0, 0, 1], at most two a token: places
 [[1, -1], [0, 2]], sums [b, a + c].
@@ -50,7 +49,7 @@ LIBRARY.define(
 
 
 def grouped(sizes: Sequence[Any], *shape: int) -> list[Any]:
-    """Return a list of sizes as nested lists: of so many equal parts, each of these of so many."""
+    """Return a list of sizes as nested lists of this shape, lists of equal length at each level."""
     if not shape:
         return list(sizes)
     length = len(sizes) // shape[0]
@@ -58,7 +57,7 @@ def grouped(sizes: Sequence[Any], *shape: int) -> list[Any]:
 
 
 def cut(rows: torch.Tensor, splits: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Return the rows in pieces, each of the rows that one exchange sends by its splits."""
+    """Return the rows in pieces, one for the rows of each exchange."""
     if len(splits) == 1:
         return [rows]
     return list(torch.split(rows, [torch.sym_sum(sizes) for sizes in splits]))
@@ -79,9 +78,9 @@ def spread(
 ) -> list[torch.Tensor]:
     """Return rows `[R, D]` of each chunk of tokens `[T, D]` of all ranks, by two hops.
 
-    `far` etc. as `hop_rows`, `near` by slice, `fan` by chunk. Where there is a `wire`, they travel
-    in eight bits, as rows of that type: packed once, and handed on as they came. The gradient is no
-    business of this function.
+    `far` etc. are those of `hop_rows`, `near` by slice, `fan` by chunk. With a `wire`, rows of that
+    type travel in eight bits: packed once, and passed on as they came. This function leaves the
+    gradient to its callers.
     """
     slices, chunks = len(near), len(fan)
     to_nodes, from_nodes = grouped(far_sent, slices), grouped(far_got, slices)
@@ -115,7 +114,7 @@ class _RowsReceived(torch.autograd.Function):
         group: str,
         quantize_gradient: bool,
     ) -> Any:
-        del sent  # whose gradient it is
+        del sent  # the gradient is that of `sent`
         ctx.back = (list(input_splits), list(output_splits), group)
         ctx.quantize_gradient = quantize_gradient
         return value.clone()
@@ -156,8 +155,8 @@ def _summed_at_home(
 ) -> Any:
     """Return `total`, `[T, D]`, the sums per token of `rows`, `[R, D]` of each chunk, sent home.
 
-    Each row must count once, by the factor 1, in the sum of the token it is of; what else `total`
-    is made of gets its gradient as without this. `way` is that of `spread`, from the sizes on.
+    Each row must count once, by the factor 1, in the sum of its token; other terms of `total` get
+    their gradient as usual. `way` holds the arguments of `spread` from the sizes on.
     """
     return _SummedAtHome.apply(total, far, len(rows), way, *rows, *fan, *near)
 
@@ -177,10 +176,10 @@ LIBRARY.define(
 
 
 def places_of(index: torch.Tensor, slot: torch.Tensor, number: int, most: int) -> torch.Tensor:
-    """Return where each of 0, ..., `number` - 1 stands in `index`, `[number, most]`, by `slot`.
+    """Return the places of 0, ..., `number` - 1 in `index`, `[number, most]`, by `slot`.
 
-    `slot` says which of the rows of its number each is, of `most`; no two of them have the same.
-    -1 where a slot is empty.
+    `slot` numbers the rows of equal index from 0 to `most` - 1, each once. -1 where a slot is
+    empty.
     """
     rows = torch.arange(index.shape[0], device=index.device)
     empty = torch.full((number, most), -1, device=index.device)
@@ -252,7 +251,7 @@ def _tokens_received(
 ) -> Any:
     """Return `value`, `[R, D]` of each chunk, rows of `tokens`, `[T, D]`, as two hops bring them.
 
-    The other operands are those of `merged`, by which the gradient of `tokens` is summed.
+    The other operands are those of `merged`, which sums the gradient of `tokens`.
     """
     return list(_TokensReceived.apply(tokens, at_home, len(value), way, *value, *back, *on_node))
 

@@ -1,4 +1,4 @@
-"""How one row of activations travels in eight bits: e4m3 values and their scales in one message.
+"""Messages of rows of activations in eight bits: e4m3 values and their scales.
 
 Contract
     A row is one run of bytes, so the split lists of the exchange serve as they are.
@@ -35,12 +35,12 @@ SCALE_BYTES: Final = 4
 
 
 def num_blocks(width: int) -> int:
-    """Return how many scales a row of `width` columns has."""
+    """Return the number of scales of a row of `width` columns."""
     return -(-width // BLOCK)
 
 
 def payload_bytes(width: int) -> int:
-    """Return where the scales of a row begin: they lie on multiples of 4 bytes."""
+    """Return the offset of a row's scales, which lie on multiples of 4 bytes."""
     return -(-width // SCALE_BYTES) * SCALE_BYTES
 
 
@@ -50,7 +50,7 @@ def row_bytes(width: int) -> int:
 
 
 def error_bound(value: float, scale: float) -> float:
-    """Return the largest difference of one column from what it was, before its output's rounding.
+    """Return the largest error of one column, before its output's rounding.
 
     Half a unit in the last place of e4m3, three bits of mantissa: 2**-4 of a normal value, 2**-10
     scales of a subnormal one; float32's own roundings add less than 2**-20 of the value.

@@ -1,1 +1,1 @@
-"""What compiled callables do before they run: ranks agree, launches are recorded."""
+"""Agreement of ranks and records of launches, before compiled callables run."""

@@ -3,7 +3,7 @@
 Contract
     A collective call on the default process group, before anything is compiled. After it
     `hardware = "detect"` means the same profile on every rank.
-    Without the call each rank goes by its own machine; ranks that then decide differently run the
+    Without the call each rank plans by its own machine; ranks that then decide differently run the
     program as it is written.
 
 The torchtitan recipe makes the call.
@@ -31,7 +31,7 @@ class _Done:
 
 
 def agree_on_machines() -> None:
-    """Gather what each rank found of its machine; plan by the slowest of them on all ranks.
+    """Gather the machine profiles of all ranks; plan by the slowest of them on all ranks.
 
     Does nothing without a process group, or the second time in one. A mixed cluster is logged.
     """

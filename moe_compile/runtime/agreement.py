@@ -1,45 +1,48 @@
-"""Ranks agree on what a compiled callable launches before it runs for the first time.
+"""Ranks agree on the collectives of a compiled callable before it runs for the first time.
 
 Contract
     Two digests stand for a callable: of the user's collectives before any pass, per process group,
     and of our plan, "" where nothing is rewritten. At its first run a callable publishes both, with
-    its position: how many of the user's collectives compiled callables launched there before.
-    The user's collectives differ at one position: every rank ends with RankDisagreement, or, where
-    its main thread waits in a collective, with a message and a status of its own, ten seconds
-    at most after the second of them was published. So they do where one rank is to launch a forward
-    pass's collectives in the place of another's backward pass, told as the first backward pass of a
-    callable begins; where a rank waits for another that launched something else on the group since,
-    by torch's own count of launches; and where it waits for one that left the process group.
-    Only plans differ, or one rank launches in two calls what another launches in one: all ranks
-    run the user's order. If a graph of one rank ends inside a rewritten program of another rank,
-    every rank ends.
-    A rank waits for others only before the first run of what is rewritten, or of what is as written
-    on a group whose ranks ran something rewritten, and no longer than the process group's own
-    timeout; then it names the ranks that did not come. A rank that is late or was killed is waited
-    for. What all ranks ran before is compared with nothing, unless another rank runs something new.
+    its position: the number of the user's collectives that compiled callables launched there
+    before.
+    If the user's collectives differ at one position, every rank ends with RankDisagreement. Where
+    its main thread waits in a collective, it ends with a message and a status of its own, ten
+    seconds at most after the second of them was published. Every rank also ends in three more
+    cases: one rank is to launch a forward pass's collectives in the place of another's backward
+    pass, which is published as the first backward pass of a callable begins; a rank waits for
+    another that has since launched something else on the group, by torch's own count of launches; a
+    rank waits for one that left the process group.
+    If only plans differ, or one rank launches in two calls the collectives that another launches in
+    one, all ranks run the user's order. If a graph of one rank ends inside a rewritten program of
+    another rank, every rank ends.
+    A rank waits for others only before the first run of a rewritten program, or of an unchanged one
+    on a group whose ranks ran a rewritten one, and no longer than the process group's own timeout;
+    then it names the ranks that did not come. It also waits for a rank that is late or was killed.
+    Programs that all ranks ran before are not compared again, unless another rank runs a new one.
 
 Why rewritten collectives meet their like
     Compiled calls of all ranks of a group launch one sequence of the user's collectives on it;
     where they do not, these differ at some position, which is an error. A rank launches a
     callable's first rewritten call only if it knows that all ranks of the group publish, or run,
-    that plan at this position: a plan speaks of all collectives of its program, so they end alike.
-    Later calls ask nobody. A rank that compiles the program anew, and otherwise, while others run
-    what was agreed on finds that they cannot change it any more, and stops the job.
-    Which of several programs of one place runs may follow from a rank's own sizes. Unless ranks
-    promise to have equal ones, such programs have one plan: where a second one is met, or one that
-    is left whole, all of them run as the user wrote them from then on.
+    that plan at this position: a plan covers all collectives of its program, so they end alike.
+    Later calls ask nobody. A rank that compiles the program anew, with another plan, while others
+    run the agreed one, finds that they cannot change it any more, and stops the job.
+    A rank's own sizes may choose between several programs of one place. Unless ranks promise to
+    have equal sizes, such programs must have one plan: once a second plan, or none, is met there,
+    all of them run as the user wrote them.
 Why it cannot deadlock
     Only ranks of groups on which something is rewritten are asked, one another's partners in an
-    exchange that only all of them can launch; on other groups the program runs as written, whatever
-    the plan, and says so without a question: their ranks may need what follows this call.
+    exchange that only all of them can launch. On other groups the program runs as written, whatever
+    the plan, and publishes so without a question: their ranks may need the launches that follow
+    this call.
     A rank that waits has launched all calls before this one in full, so no partner needs it to get
     here. Each other rank gets here and publishes; or has run this position without publishing,
     as it needed no consent, and then its watcher thread answers for it; or never gets here:
     its program differs, which is noticed, or it is gone, which is the launcher's to notice. Ranks
     of several such groups wait for all ranks that these connect, so that all decide from one set of
-    answers: who waits has launched nothing, and can always leave the program whole.
-What a rank may see
-    Only what others published. Sizes, caches and clocks decide when it looks, never what it does.
+    answers: a waiting rank has launched nothing, and can always leave the program whole.
+What a rank may read
+    Only what others published. Sizes, caches and clocks decide when it looks, not what it decides.
 """
 
 from __future__ import annotations
@@ -82,11 +85,11 @@ LOG: Final = logging.getLogger(__name__)
 
 POLL_S: Final = 0.02
 SLOWEST_POLL_S: Final = 0.5
-"""How often a rank that waits looks, at first and later: a late rank may be minutes late."""
+"""Seconds between looks of a waiting rank, at first and later: ranks may be minutes late."""
 SILENCE_S: Final = 30.0
-"""After which a rank that waits says for whom, once; it waits on."""
+"""Seconds after which a waiting rank names, once, the ranks it waits for; it waits on."""
 HEARD_S: Final = 4.0
-"""How long a rank that ends lets others hear of it: it may serve the store they read."""
+"""Seconds that a rank which ends lets others hear of it: it may serve the store they read."""
 
 
 SECOND_PLAN: Final = (
@@ -100,16 +103,16 @@ Calls = tuple[tuple[CallLog, CompiledProgram], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What a callable may run."""
+    """The form in which a callable may run."""
 
     calls: Calls = ()
-    """What to note at each call; nothing where there is no other rank."""
+    """Calls to note each time it runs; () where there is no other rank."""
     is_left_whole: bool = False
     """Whether it must run as the user wrote it though a rewritten form was compiled."""
 
 
 class Agreement:
-    """What this rank ran, and agreed on, within one default process group."""
+    """Programs that this rank ran or agreed on within one default process group."""
 
     def __init__(self, store: dist.Store) -> None:
         """Begin to talk to the other ranks through `store`."""
@@ -121,11 +124,11 @@ class Agreement:
         self._entries = NewEntries(self.store)
         self._leaving, self._left = NewEntries(self.store), set[int]()
         self._ahead: dict[str, list[dict[str, Any]]] = {}
-        """What was published that goes beyond this rank's calls, by journal."""
+        """Published entries that go beyond this rank's calls, by journal."""
         self.stopped = ""
         """Why all ranks end; "" while they need not."""
         self.has_raised = False
-        """Whether the main thread knows."""
+        """Whether the main thread has raised the disagreement."""
         self.has_seconds = False
         """Whether programs of one place have different plans."""
         self._watcher: Watcher | None = None
@@ -137,7 +140,7 @@ class Agreement:
             raise RankDisagreement(self.stopped) from cause
 
     def meet(self, programs: Mapping[str, CompiledProgram]) -> Turn:
-        """Publish what is about to run first, group -> program; wait where others must consent.
+        """Publish programs, group -> program, before their first run; wait if others must consent.
 
         Raises RankDisagreement.
         """
@@ -161,9 +164,9 @@ class Agreement:
         return Turn(calls=calls, is_left_whole=is_rewritten and calls == whole)
 
     def enter_backward(self, calls: Calls) -> None:
-        """Say that the backward pass of `calls` is about to launch what it launches.
+        """Publish that the backward pass of `calls` is about to launch its collectives.
 
-        Raises RankDisagreement where another rank is to launch a forward pass's in its place.
+        Raises RankDisagreement where another rank is to launch those of a forward pass there.
         """
         self.check()
         for journal, program in calls:
@@ -175,7 +178,7 @@ class Agreement:
     def name(self, error: BaseException, calls: Calls) -> None:
         """Add to an error in the first run of `calls` where that is, and which ranks did not come.
 
-        Raises RankDisagreement where that is what ended others, whose links broke.
+        Raises RankDisagreement where a disagreement ended other ranks and broke their links.
         """
         self.check(error)
         newest = [(journal, journal.last(), program) for journal, program in calls]
@@ -193,9 +196,9 @@ class Agreement:
         raise RankDisagreement(self.stop(message, self.store))
 
     def first_of_group(self, group: str, key: str, value: str) -> tuple[int, str] | None:
-        """Return the first rank to say what `key` is, and what it said, where that is not `value`.
+        """Return the rank that set `key` first, and its value, where that is not `value`.
 
-        None where they say the same, or where there is nobody to compare with.
+        None where the values are equal, or where there is no other rank.
         """
         journal = self._journal(group)
         if journal is None:
@@ -204,7 +207,7 @@ class Agreement:
         return None if first[1] == value else (first[0], first[1])
 
     def stop(self, message: str, store: RankStore) -> str:
-        """Tell all ranks why they end; return the reason, which another rank may have told first.
+        """Publish the reason why all ranks end; return it, or the one another rank published first.
 
         `store` is the connection of the calling thread. Waits until others heard, not for long.
         """
@@ -234,7 +237,7 @@ class Agreement:
         return self.journals[group]
 
     def _publish(self, calls: Calls, asked: Calls) -> None:
-        """Publish what is about to run; of `asked`, that it waits for others to consent."""
+        """Publish calls that are about to run; those of `asked` wait for others to consent."""
         asks = bool(asked)
         for journal, program in calls:
             mine = entry(self.rank, journal.publish(program), is_launched=not asks)
@@ -288,7 +291,7 @@ class Agreement:
         return False
 
     def _wait_for(self, answers: Answers, limit_s: float) -> None:
-        """Wait until all have answered; RankDisagreement where that will not be."""
+        """Wait until all have answered; raise RankDisagreement where some never will."""
         began, pause = time.monotonic(), POLL_S
         is_said = False
         while not answers.look():
@@ -315,7 +318,7 @@ class Agreement:
 
 
 class _Current:
-    """The agreement of the process group at hand."""
+    """The agreement of the current default process group."""
 
     agreement: Agreement | None = None
 

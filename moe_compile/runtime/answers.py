@@ -1,4 +1,4 @@
-"""What ranks publish of a call, what they answer, and in which words they disagree."""
+"""Entries that ranks publish of calls, their answers, and messages of disagreement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REMEDY: Final = (
 )
 ACROSS: Final = "across process groups: their own programs launch collectives so"
 Position = tuple[str, int]
-"""Key of a journal, and where a call begins."""
+"""Key of a journal, and the position where a call begins."""
 
 
 ONE_SIDED: Final = (
@@ -25,7 +25,7 @@ ONE_SIDED: Final = (
 
 
 def entry(rank: int, call: ProgramCall, *, is_launched: bool) -> dict[str, Any]:
-    """Return what a rank publishes of a call; `is_launched` where it does not wait for others."""
+    """Return a rank's entry for a call; `is_launched` where it does not wait for others."""
     return {
         "rank": rank, "start": call.start, "launched": call.launched, "is_again": call.is_again,
         "is_backward": False, "is_launched": is_launched, **call.program.as_json(),
@@ -33,7 +33,7 @@ def entry(rank: int, call: ProgramCall, *, is_launched: bool) -> dict[str, Any]:
 
 
 def backward_entry(rank: int, journal: CallLog, program: CompiledProgram) -> dict[str, Any]:
-    """Return what a rank publishes as the backward pass of `program` begins, which launches."""
+    """Return a rank's entry as the backward pass of `program`, with collectives, begins."""
     return {
         "rank": rank, "start": journal.end, "launched": journal.count.exact(), "is_again": False,
         "is_backward": True, "is_launched": False, "plan": "", "order": "backward",
@@ -47,7 +47,7 @@ def reach(one: Mapping[str, Any]) -> int:
 
 
 def answers_key(journal: str, start: int) -> str:
-    """Return the list where ranks say by which plan they run what begins, or goes on, there."""
+    """Return the key of the answers on the call that begins, or goes on, at `start`."""
     return f"{journal}/{start}/answers"
 
 
@@ -80,14 +80,14 @@ def conflict_of(journal: CallLog, theirs: Mapping[str, Any], mine: Mapping[str, 
 
 
 def _left(*entries: Mapping[str, Any]) -> str:
-    """Return what stood in the way of what an option asked for, by rank."""
+    """Return the rewrites that options asked for and did not get, by rank."""
     return "".join(f"; on rank {e['rank']}: {e['left']}" for e in entries if e["left"])
 
 
 def _conflict_of_passes(
     journal: CallLog, theirs: Mapping[str, Any], mine: Mapping[str, Any]
 ) -> str:
-    """Return why ranks must end of which one is in a backward pass; "" where they need not."""
+    """Return why ranks must end, one of them in a backward pass; "" where they need not."""
     forward, back = (mine, theirs) if theirs["is_backward"] else (theirs, mine)
     if forward["is_backward"] or forward["is_again"] or not _meet(forward, back):
         return ""
@@ -105,12 +105,13 @@ def _conflict_of_passes(
 def conflict_of_counts(journal: CallLog, theirs: Mapping[str, Any], rank: int) -> str:
     """Return why all must end where a rank waits to launch `theirs`; "" where they need not.
 
-    What `rank`, this one, launched on the group since would meet that, and is something else.
+    The collectives that `rank`, this one, has since launched on the group would meet `theirs`, and
+    differ.
     """
     before, most = theirs["launched"], journal.count.at_most()
     if theirs["is_launched"] or theirs["is_backward"] or before is None or most is None:
         return ""
-    # before looking where this rank is; a watcher asks while the main thread may launch
+    # read before this rank's position; a watcher asks while the main thread may launch
     launched = journal.count.exact(is_between_launches=False) if most > before else None
     is_there = journal.end > theirs["start"] or theirs["start"] in journal.published
     if is_there or launched is None or launched <= before:
@@ -154,7 +155,7 @@ def _said(one: Mapping[str, Any], index: int) -> str:
 def answer(
     rank: int, program: CompiledProgram, at: Mapping[str, int], *, is_launched: bool
 ) -> dict[str, Any]:
-    """Return what a rank answers: what it runs, and where it waits for others, by journal."""
+    """Return a rank's answer: its plan, and where it waits for others, by journal."""
     return {
         "rank": rank, "plan": program.plan, "num": len(program.collectives), "left": program.left,
         "is_launched": is_launched, "at": dict(at),
@@ -167,14 +168,14 @@ class Answers:
     def __init__(
         self, store: RankStore, calls: Iterable[tuple[CallLog, int, CompiledProgram]]
     ) -> None:
-        """Ask about `calls`, of which each says where it begins."""
+        """Ask about `calls`, each with its log, start and program."""
         self._store = store
         self._asked = list(calls)
         self._open = {(journal.key, start) for journal, start, _ in self._asked}
         self._answers: dict[Position, list[dict[str, Any]]] = {}
 
     def look(self) -> bool:
-        """Take in what is new; return whether everybody has answered."""
+        """Read new answers; return whether everybody has answered."""
         for position in sorted(self._open):
             key, num_ranks = answers_key(*position), len(_ranks_of(position))
             if self._store.length(key) < num_ranks:
@@ -208,12 +209,12 @@ class Answers:
         return all(len({a["plan"] for a in found}) == 1 for found in self._answers.values())
 
     def ranks_that_run_rewritten(self) -> list[int]:
-        """Return the ranks that no longer wait, and run another order than the user's."""
+        """Return the ranks that no longer wait, and run a rewritten order."""
         answers = itertools.chain.from_iterable(self._answers.values())
         return sorted({a["rank"] for a in answers if a["is_launched"] and a["plan"]})
 
     def said(self) -> str:
-        """Return which ranks have which plan, and what stood in the way of another."""
+        """Return a text of the plans by rank, with the reason for those left out."""
         answers = list(itertools.chain.from_iterable(self._answers.values()))
         are_as_long = len({one["num"] for one in answers}) == 1
         found: dict[str, set[int]] = {}
@@ -227,7 +228,7 @@ class Answers:
         return "; ".join(f"ranks {sorted(found[what])}: {what}" for what in sorted(found))
 
     def silence(self) -> str:
-        """Return what this rank waits for, where, and which ranks have not come."""
+        """Return a text of the collectives this rank waits at, and of the missing ranks."""
         regions = "; ".join(
             f"collective {start + 1} of compiled code on process group {journal.group!r} of ranks "
             f"{journal.ranks}, at {program.places[0]}"

@@ -1,15 +1,15 @@
-"""What this rank ran on one process group: compiled calls one by one, and all collectives by count.
+"""Log of one process group on this rank: compiled calls one by one, all collectives by count.
 
 Contract
     Positions count the user's collectives, not calls: one rank may launch in two calls, as a
-    `print` breaks its graph, what others launch in one.
+    `print` breaks its graph, the collectives that others launch in one.
     Noting a call takes 1.3 microseconds and talks to nobody. The newest `REMEMBERED` calls can be
     looked up from another thread while the main thread goes on.
-    Ranks of a group launch alike, so that ranks which are at one place of their programs have one
-    `LaunchCount`. It is torch's own: asking takes a microsecond, and talks to nobody.
-    gloo's counter has messages between two ranks in it, which need not be alike. What torch's
-    flight recorder kept has collectives alone: `exact` and `recent` read that, in some ten
-    milliseconds, and are asked where something new runs, ranks seem to differ, or nothing moves.
+    Ranks of a group launch alike, so that ranks at one place of their programs have equal
+    `LaunchCount`s. The counter is torch's own: reading it takes a microsecond, and talks to nobody.
+    gloo's counter includes messages between two ranks, which need not be alike. Torch's flight
+    recorder keeps collectives alone: `exact` and `recent` read that, in some ten milliseconds, and
+    are called where something new runs, ranks seem to differ, or nothing moves.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 GLOO: Final = "gloo"
-"""The backend whose counter has sends and receives in it."""
+"""The backend whose counter includes sends and receives."""
 READERS: Final = {GLOO: "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
-"""What reads the flight recorder of a backend; not in every torch."""
+"""Function that reads the flight recorder of a backend; some torch versions lack it."""
 
 
 class LaunchCount:
@@ -37,7 +37,7 @@ class LaunchCount:
         process_group = dist.distributed_c10d._resolve_process_group(group)
         backends = [process_group._get_backend(device) for device in process_group._device_types]
         apart = list({id(backend): backend for backend in backends}.values())
-        # none: a group written in Python, which counts nothing
+        # a group written in Python has no counter
         self._read = apart[0]._get_sequence_number_for_group if len(apart) == 1 else None
         self._name = str(apart[0].name()) if len(apart) == 1 else ""
         reader = READERS.get(self._name, "")
@@ -49,7 +49,7 @@ class LaunchCount:
     def at_most(self) -> int | None:
         """Return the number of collectives, on some backends more; None where torch counts none.
 
-        None too for a group of several backends: their launches have no common order.
+        Also None for a group of several backends: their launches have no common order.
         """
         try:
             return self._read() if self._read is not None else None
@@ -82,7 +82,7 @@ class LaunchCount:
                 if number < max(found, default=0):  # before, another group had this one's name
                     found = {}
                 found[number] = _said(entry)
-        except (KeyError, RuntimeError, ValueError):  # it is torch's own business what it records
+        except (KeyError, RuntimeError, ValueError):  # torch may change its records
             return {}
         return found if max(found, default=0) <= (self.at_most() or 0) else {}
 
@@ -91,21 +91,21 @@ class LaunchCount:
 
 
 def _said(entry: dict[str, Any]) -> str:
-    """Return what a collective is on every rank: a rank that only receives has no number format."""
+    """Return a text equal on all ranks: a rank that only receives has no number format."""
     operator = entry["profiling_name"].rpartition(":")[2].replace("to_allv", "to_all")
     is_alike = operator.startswith(("all", "reduce_scatter"))
     return f"{operator}({', '.join(entry['input_dtypes'])})" if is_alike else operator
 
 
 REMEMBERED: Final = 4096
-"""Calls; no rank can be so far ahead of another one that it exchanges with."""
+"""Number of calls; no rank can be so far ahead of another one that it exchanges with."""
 NEED_ALL: Final = ("all_", "reduce_scatter")
-"""How names of collectives begin that no rank finishes before all have launched them."""
+"""Prefixes of collectives that no rank finishes before all have launched them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledProgram:
-    """What one compiled callable is to the other ranks of a group."""
+    """Description of one compiled callable for the other ranks of a group."""
 
     order: str
     """Digest of the user's collectives on that group."""
@@ -115,14 +115,14 @@ class CompiledProgram:
     collectives: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
     site: str = ""
-    """Where in the user's source it stands, the options, and the sizes of its weights: programs
+    """Place in the user's source, the options, and the sizes of its weights: programs
     of one site are those between which a call may choose by the sizes of its inputs."""
     is_promised: bool = False
     """Whether ranks promise to have equal sizes, and so to choose alike."""
     is_differentiated: bool = False
     """Whether its backward launches collectives on that group."""
     left: str = field(default="", compare=False)
-    """What an option asked for and this program did not get, and what to do; "" for nothing."""
+    """Rewrite that an option asked for and this program lacks, and the remedy; "" for none."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -140,16 +140,16 @@ class ProgramCall(NamedTuple):
 
     number: int
     start: int
-    """How many of the user's collectives were launched on the group before."""
+    """Number of the user's collectives launched on the group before."""
     program: CompiledProgram
     launched: int | None = None
-    """How many collectives of any kind were at most (`LaunchCount`); None where unknown."""
+    """Number of collectives of any kind before it, at most (`LaunchCount`); None if unknown."""
     is_again: bool = False
     """Whether a backward pass runs it, as activation checkpointing does."""
 
     @property
     def end(self) -> int:
-        """Return where the next call begins."""
+        """Return the position where the next call begins."""
         return self.start + len(self.program.collectives)
 
 
@@ -162,35 +162,36 @@ class CallLog:
     """The calls of one group, and the plans its ranks agreed on."""
 
     def __init__(self, key: str, group: str, ranks: list[int], count: LaunchCount) -> None:
-        """Start empty; `key` is what all ranks of the group call it in the store."""
+        """Start empty; `key` is the log's name in the store, the same on all ranks."""
         self.key = key
         self.group = group
         self.ranks = ranks
         self.count = count
         self.num_calls = 0
         self.end = 0
-        """How many of the user's collectives these calls launch."""
+        """Number of the user's collectives that these calls launch."""
         self._rewritten: set[tuple[str, ...]] = set()
         """The user's collectives that all ranks ran by some plan."""
         self._plans: dict[tuple[str, str], set[str]] = {}
-        """The same by place too, of programs that ranks may choose between apart."""
+        """Plans that all ranks ran, by order and site, of programs without a promise of equal
+        sizes."""
         self.published: set[int] = set()
-        """Where calls begin that this rank published before it ran them."""
+        """Positions of the calls that this rank published before it ran them."""
         self.newest: ProgramCall | None = None
-        """The last of these, which may still wait."""
+        """The last published call, which may still wait."""
         self._recent: list[ProgramCall | None] = [None] * REMEMBERED
-        """What ran; each one object, as another thread reads."""
+        """The newest calls; each is one object, as another thread reads them."""
 
     def note(self, program: CompiledProgram) -> None:
-        """Take down that the next call runs `program`; said before it launches anything."""
+        """Note that the next call runs `program`, before it launches anything."""
         number = self.num_calls + 1
         call = ProgramCall(number, self.end, program, self.count.at_most(), is_in_backward())
         self._recent[number % REMEMBERED] = call
         self.end = call.end
-        self.num_calls = number  # last: what another thread finds by it is there
+        self.num_calls = number  # set last: another thread then finds the call in place
 
     def publish(self, program: CompiledProgram) -> ProgramCall:
-        """Take down that `program` is about to be published; return it as the call to come."""
+        """Note that `program` is about to be published; return it as the call to come."""
         number = self.num_calls + 1
         self.newest = ProgramCall(number, self.end, program, self.count.exact(), is_in_backward())
         self.published.add(self.end)
@@ -210,13 +211,13 @@ class CallLog:
                 yield call
 
     def must_ask(self, program: CompiledProgram) -> bool:
-        """Whether others may not launch what `program` launches, for all that this rank knows.
+        """Whether, by this rank's knowledge, others may not launch the collectives of `program`.
 
-        What is rewritten always: another rank may run these collectives anew too, and otherwise.
-        The user's own order needs no consent as long as ranks ran nothing in another one. Once they
-        did, one of them may be in what it knows, and say nothing of it: what begins with a
-        collective that needs all of them waits, as that would, and so does what they ran, or the
-        first of which they ran, in another order.
+        A rewritten program always asks: another rank may compile these collectives anew with
+        another plan. The user's own order needs no consent as long as ranks ran none other. Once
+        they did, one of them may run a program it knows without publishing it. Then a program asks
+        that begins with a collective of all ranks, which would wait anyway, or whose collectives,
+        or the first of them, ranks ran in another order.
         """
         mine = program.collectives
         return bool(program.plan) or any(
@@ -225,18 +226,18 @@ class CallLog:
         )
 
     def is_second(self, program: CompiledProgram) -> bool:
-        """Whether all ranks ran the like of `program` by another plan, or by none, before.
+        """Whether all ranks ran a program of this order and site by another plan, or none, before.
 
         With both to choose from, by its own sizes, a rank would run one while others run the other.
         """
         return bool(program.plan and self.plans_of(program) - {program.plan})
 
     def plans_of(self, program: CompiledProgram) -> set[str]:
-        """Return the plans by which all ranks ran the like of `program`."""
+        """Return the plans by which all ranks ran programs of its order and site."""
         return self._plans.get((program.order, program.site), set())
 
     def agree(self, program: CompiledProgram) -> None:
-        """All ranks run `program`."""
+        """Note that all ranks run `program`."""
         if program.plan:
             self._rewritten.add(program.collectives)
         if not program.is_promised:

@@ -1,13 +1,12 @@
-"""What each compiled graph launches, known to the process that runs it.
+"""Records of the collectives of each compiled graph, known to the process that runs it.
 
 Contract
     A compiled graph carries its record; so it is known whether the graph was compiled here or came
     from a cache, and a later run of the same record costs one look into a set.
     The order of collectives that a graph was given after all passes is compared as well, of each
     group and across groups: a graph that another version of a pass left in a cache, that a pass
-    failed on, or in which other values need gradients, ends all ranks with RankDisagreement. Nobody
-    is waited for: what ranks must agree on before they run is said in
-    `moe_compile.runtime.agreement`.
+    failed on, or in which other values need gradients, ends all ranks with RankDisagreement. No
+    rank waits here: `moe_compile.runtime.agreement` has the agreement before a run.
 
 A compile site here is one place in the user's source, one direction and one plan: ranks of a
 group on which nothing is rewritten may have other plans. The i-th different order a rank meets at
@@ -16,8 +15,8 @@ tokens, meets no new order, because orders speak neither of local sizes nor, unl
 promise to have as many tokens, of dependences that such sizes change (`graph/launch_order.py`).
 
 Why the order across groups cannot hang
-    Ranks of a group compare two things: what the graph launches on that group, in order, and which
-    of all launches of the graph, on whatever group, these are. Where all groups agree, a launch has
+    Ranks of a group compare two things: the graph's launches on that group, in order, and their
+    numbers among all launches of the graph, on whatever group. Where all groups agree, a launch has
     one number on all of its ranks, and each rank launches by rising numbers. Of the launches that
     are not done, the one of least number is the next of all its ranks. So it runs, also where a
     launch blocks all that come after it on its rank: communicators that are made at first use, one
@@ -43,7 +42,7 @@ LIBRARY.define("record_launches(Tensor(a!) token, str record) -> ()")
 RECORD_LAUNCHES = torch.ops.megamoe.record_launches.default
 
 ROW_LENGTH: Final = re.compile(r"\[(?:\d+|\*)\]")
-"""In what a record says of a launch: local where the last dimension is that of the tokens."""
+"""Last dimension in a record of a launch: local where it is that of the tokens."""
 
 PLANNED_ALIKE: Final = (
     "though what they planned is alike: a pass failed on some ranks only, or other values need "
@@ -52,7 +51,7 @@ PLANNED_ALIKE: Final = (
 
 
 class _Records:
-    """What this process has run."""
+    """Records of the graphs that this process has run."""
 
     def __init__(self) -> None:
         self.records: dict[str, dict[str, Any]] = {}
@@ -95,12 +94,12 @@ class _Records:
 
 
 def _other_order(who: str, where: str) -> str:
-    """Return what to say when another rank of the group has another order on it."""
+    """Return the message for a rank of the group with another order on it."""
     return f"{who} compiled different orders of collectives for {where}, {PLANNED_ALIKE} {REMEDY}"
 
 
 def _other_numbers(who: str, where: str, group: str, theirs: str, mine: str) -> str:
-    """Return what to say when another rank launches the same on the group, and others between."""
+    """Return the message for a rank with the same launches on the group, but others between."""
     numbers = zip(theirs.split(", "), mine.split(", "), strict=True)
     place, (their, our) = next(i for i in enumerate(numbers, 1) if i[1][0] != i[1][1])
     return (

@@ -1,10 +1,10 @@
-"""Which ranks of an expert-parallel group share a node: said once, where process groups are made.
+"""Nodes of expert-parallel groups, registered once, where process groups are made.
 
 Contract
     `register_node_groups` is a collective call on the group. All ranks judge the same records, so
     all of them store the same, or all of them raise the same InvalidConfig.
-    What is stored holds for the process groups at hand: groups that are made anew are registered
-    anew. Passes read it and make no group.
+    The nodes are stored for the current process groups: new groups are registered anew. Passes read
+    them and make no group.
 
 Worked example: eight ranks, nodes of four. Rank `node * 4 + place` of the group is rank `place` of
 its `node` group and rank `node` of its `cross` group, which joins equal places:
@@ -33,7 +33,7 @@ class NodeGroups:
     num_local: int
     """Ranks of each node."""
     place: int
-    """Of this rank on its node."""
+    """Place of this rank on its node."""
     node: str
     """Name of the process group of this rank's node."""
     cross: str
@@ -42,7 +42,7 @@ class NodeGroups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """What one rank says of itself, in global ranks."""
+    """Record of one rank on its groups, in global ranks."""
 
     rank: int
     host: str
@@ -51,10 +51,10 @@ class Seat:
 
 
 class _Registered:
-    """What was said of the groups of the default process group at hand."""
+    """Registered groups of the current default process group."""
 
     store: Any = None
-    """Of that process group: another one has another."""
+    """Store of that process group: another one has another."""
     groups: dict[str, NodeGroups] = {}  # noqa: RUF012  (replaced with the store)
 
 
@@ -65,12 +65,12 @@ def register_node_groups(
     *,
     host: str | None = None,
 ) -> None:
-    """Say which ranks of `group` share a node, on all of its ranks at once.
+    """Register which ranks of `group` share a node, on all of its ranks at once.
 
     `node` has the ranks of this rank's node, `cross` those of equal place on all nodes, both in
-    the order of `group`, as `init_device_mesh("cuda", (nodes, local))` makes them. `host` names
-    what the ranks of a node have in common and no other rank has: the machine, unless links
-    between machines are as fast, as in racks joined by NVLink.
+    the order of `group`, as `init_device_mesh("cuda", (nodes, local))` makes them. `host` names the
+    unit that exactly the ranks of a node share: the machine, unless links between machines are as
+    fast, as in racks joined by NVLink.
     Raises InvalidConfig, on all ranks, where groups and hosts do not fit together.
     """
     ranks = dist.get_process_group_ranks(group)
@@ -98,20 +98,20 @@ def register_node_groups(
 
 
 def node_groups_of(group: str) -> NodeGroups | None:
-    """Return what was registered of the process group of that name; None for nothing."""
+    """Return the nodes registered for the process group of that name; None for none."""
     return _known().get(group)
 
 
 def _known() -> Mapping[str, NodeGroups]:
-    """Return what was said of the default process group at hand, by names of groups."""
+    """Return the registered groups of the current default process group, by name."""
     store = default_store()
     is_theirs = store is not None and store is _Registered.store
     return _Registered.groups if is_theirs else {}
 
 
 def ranks_of_a_node(group: str) -> int:
-    """Return how many ranks of the process group of that name share a node: of a registered group,
-    or of one of its node or cross groups; 0 where nothing was said of it."""
+    """Return the number of ranks of that process group on each node: of a registered group, or of
+    one of its node or cross groups; 0 where it is not registered."""
     if (nodes := node_groups_of(group)) is not None:
         return nodes.num_local
     for nodes in _known().values():
@@ -127,9 +127,9 @@ def link_of_group(group: str) -> str:
 
 
 def check_seats(ranks: Sequence[int], seats: Sequence[Seat]) -> int:
-    """Return how many of `ranks`, those of a group in order, share a node.
+    """Return the number of ranks of each node, for the `ranks` of a group in order.
 
-    Raises InvalidConfig where what they say does not divide them into nodes.
+    Raises InvalidConfig where their seats do not divide them into nodes.
     """
     num_local = len(seats[0].node)
     if odd := next((s for s in seats if len(s.node) != num_local), None):

@@ -1,4 +1,4 @@
-"""The store through which ranks tell one another what they compiled.
+"""The store through which ranks exchange records of their compiled programs.
 
 Contract
     No call here waits for another rank. Main thread and watcher have a connection each: calls on
@@ -18,7 +18,7 @@ import torch.distributed as dist
 UNCOMPARED: Final = frozenset({"fake", "threaded", "mirrored"})
 """Backends whose ranks are no processes of their own."""
 STORE_ERRORS: Final = (RuntimeError, ValueError, dist.DistError)
-"""What a store raises that is gone."""
+"""Errors of a store that is gone."""
 ROOT: Final = "megamoe"
 LEFT: Final = "left"
 """List of the ranks whose program has ended, or that left the process group."""
@@ -28,16 +28,16 @@ class RankStore:
     """One connection to the store of the default process group."""
 
     def __init__(self, store: dist.Store, prefix: str) -> None:
-        """Connect anew to where `store` is, under keys that begin with `prefix`."""
+        """Open a new connection to `store`, under keys that begin with `prefix`."""
         clone = getattr(store, "clone", None)  # not in every torch: then they share one
         self._store = dist.PrefixStore(prefix, store if clone is None else clone())
 
     def first(self, key: str, value: Any) -> Any:
-        """Return what stands under `key`: what was put there before, or `value` from now on."""
+        """Return the value of `key`: the one set before, or `value` from now on."""
         return json.loads(self._store.compare_set(key, "", json.dumps(value)))
 
     def put(self, key: str, value: Any) -> None:
-        """Put `value` under `key`, in place of what stands there."""
+        """Set `key` to `value`."""
         self._store.set(key, json.dumps(value))
 
     def append(self, key: str, value: Any) -> None:
@@ -46,7 +46,7 @@ class RankStore:
         self._store.set(f"{key}/{place}", json.dumps(value))
 
     def length(self, key: str) -> int:
-        """Return how many values the list `key` has; the newest may not be readable yet."""
+        """Return the length of the list `key`; the newest value may not be readable yet."""
         return int(self._store.add(f"{key}/num", 0))
 
     def read(self, key: str, places: Sequence[int]) -> list[Any] | None:
@@ -57,12 +57,12 @@ class RankStore:
         return [json.loads(value) for value in self._store.multi_get(keys)]
 
     def peek(self, key: str) -> Any:
-        """Return what stands under `key`, None if nothing does."""
+        """Return the value of `key`, None if there is none."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
 class NewEntries:
-    """What ranks append to lists, once each; for one thread."""
+    """New values of lists that ranks append to, each read once; for one thread."""
 
     def __init__(self, store: RankStore) -> None:
         """Read through `store`."""
@@ -70,7 +70,7 @@ class NewEntries:
         self._read: dict[str, int] = {}
 
     def of(self, key: str) -> list[Any]:
-        """Return what was appended to the list `key` since the last call."""
+        """Return the values appended to the list `key` since the last call."""
         found: list[Any] = []
         for place in range(self._read.get(key, 0) + 1, self._store.length(key) + 1):
             values = self._store.read(key, [place])
@@ -87,7 +87,7 @@ def default_store() -> dist.Store | None:
 
 
 def is_served(store: dist.Store) -> bool:
-    """Whether somebody listens where `store` is; asked without a word of torch's on stderr."""
+    """Whether the server of `store` listens; asked without output of torch's on stderr."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
@@ -100,7 +100,7 @@ def is_served(store: dist.Store) -> bool:
 
 
 def open_prefix(store: dist.Store, rank: int) -> str:
-    """Return the prefix of this process group's keys: how often this rank was in one counts."""
+    """Return the prefix of this process group's keys, with the number of groups before it."""
     return f"{ROOT}/{store.add(f'{ROOT}/opened/{rank}', 1)}"
 
 
@@ -116,7 +116,7 @@ def ranks_to_compare(group: str) -> list[int]:
 
 
 def timeout_s(group: str) -> float:
-    """Return how long the collectives of `group` wait before the process group gives up."""
+    """Return the seconds that collectives of `group` wait before the process group gives up."""
     process_group = dist.distributed_c10d._resolve_process_group(group)
     timeouts = [
         options._timeout.total_seconds()

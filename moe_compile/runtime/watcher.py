@@ -1,15 +1,16 @@
 """A thread that notices disagreement while the main thread cannot.
 
 Contract
-    Reads what other ranks publish and compares it with what this rank ran at the same position;
-    answers for a main thread that ran on without asking. Says of a disagreement, on any rank, what
-    differs on stderr; if the main thread does not raise it soon, ends the process.
+    Reads the entries that other ranks publish, and compares them with the calls of this rank at the
+    same position; answers for a main thread that ran on without asking. Prints the difference of a
+    disagreement, on any rank, to stderr; if the main thread does not raise it soon, ends the
+    process.
     Ends in silence with the process, the process group or its store. Waits for nobody.
 
 Where nothing moves, the last collectives of a group are compared: of code that ran before too.
-As long as collectives are launched nothing is read but their count, and nothing is said. After
-`STILL_S` without one the first rank of a group says which its last were, by torch's flight
-recorder, and each other rank that stands still compares. What differs was launched: a rank that
+As long as collectives are launched, only their count is read, and nothing is published. After
+`STILL_S` without one, the first rank of a group publishes its last ones, by torch's flight
+recorder, and each other rank that stands still compares. A difference is a real launch: a rank that
 is late launched nothing else. Without a recorder nothing is known.
 """
 
@@ -54,13 +55,13 @@ SLOW_S: Final = 2.0
 """Seconds between two looks, after news and after none for a while: a job of a thousand ranks asks
 its store a few thousand small questions in that time."""
 GRACE_S: Final = 2.0
-"""How long the main thread has to raise the disagreement itself."""
+"""Seconds the main thread has to raise the disagreement itself."""
 EXIT_STATUS: Final = 79
-"""Of a process that ends because ranks disagree while its main thread waits in a collective."""
+"""Exit status where ranks disagree while the main thread waits in a collective."""
 
 
 class Watcher(threading.Thread):
-    """See the module docstring."""
+    """The watcher thread of one rank (see the module docstring)."""
 
     def __init__(self, agreement: Agreement) -> None:
         """Prepare to watch for `agreement`."""
@@ -114,7 +115,7 @@ class Watcher(threading.Thread):
         return has_news or any(not one["is_backward"] for _, one in self._pending)
 
     def _compare(self, journal: CallLog, theirs: dict[str, Any]) -> bool:
-        """Return whether the entry is dealt with: this rank has come as far as its end."""
+        """Compare an entry; return whether it is dealt with: this rank has reached its end."""
         rank, start, end = self._agreement.rank, theirs["start"], reach(theirs)
         if theirs["rank"] != rank and (conflict := conflict_of_counts(journal, theirs, rank)):
             self._end_process(self._agreement.stop(conflict, self._store))
@@ -138,7 +139,7 @@ class Watcher(threading.Thread):
             self._end_process(self._agreement.stop(conflict, self._store))
 
     def _answer(self, journal: CallLog, start: int, program: CompiledProgram) -> None:
-        """Say what the main thread ran at a position that another rank runs anew."""
+        """Publish the program the main thread ran at a position that another rank runs anew."""
         if start in journal.published or (journal.key, start) in self._answered:
             return
         self._answered.add((journal.key, start))
@@ -146,7 +147,7 @@ class Watcher(threading.Thread):
         self._store.append(answers_key(journal.key, start), mine)
 
     def _end_process(self, message: str) -> None:
-        """Say why, and end the process unless its main thread is about to end it itself."""
+        """Print `message`, and end the process unless its main thread is about to."""
         agreement = self._agreement
         if not agreement.stopped:
             agreement.stopped = message
@@ -168,11 +169,11 @@ def _say(text: str) -> None:
 
 STILL_S: Final = 1.5
 SAID: Final = 64
-"""How many of its last collectives a rank says."""
+"""Number of its last collectives that a rank publishes."""
 
 
 class Standstill:
-    """What one watcher knows of the groups on which nothing moves."""
+    """Knowledge of one watcher about the groups on which nothing moves."""
 
     def __init__(self, rank: int, store: RankStore) -> None:
         """Speak for `rank` through `store`."""
@@ -181,12 +182,12 @@ class Standstill:
         self._compared: dict[str, tuple[int, int]] = {}
 
     def is_near(self) -> bool:
-        """Whether some group stands still that did not a while ago: others are soon heard of."""
+        """Whether some group has lately come to a standstill: others are soon heard of."""
         now = time.monotonic()
         return any(0.5 < now - since < 4 * STILL_S for count, since in self._seen.values() if count)
 
     def look(self, journal: CallLog) -> str:
-        """Return what ranks launched differently on the group of `journal`; "" for nothing."""
+        """Return the difference between ranks' launches on the group of `journal`; "" for none."""
         count, now = journal.count.at_most() or 0, time.monotonic()
         before, since = self._seen.get(journal.key, (0, now))
         if count != before or not count:

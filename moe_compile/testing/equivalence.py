@@ -1,4 +1,4 @@
-"""Check that a layer compiled by megamoe computes what it computes eagerly, bit for bit.
+"""Check that a layer compiled by megamoe equals the eager layer bit for bit.
 
 Contract
     To be called on every rank of a group at once. Layers and inputs are moved to the device of the
@@ -23,13 +23,13 @@ def differing_tensors(
     options: Mapping[str, Any],
     reference: Callable[[], nn.Module] | None = None,
 ) -> list[str]:
-    """Return what differs between `build()` run eagerly and compiled with `options`.
+    """Return the names of the tensors that differ between `build()` eager and compiled.
 
     `build` is called twice and must give equal layers. `inputs` holds one pair per step: the
     layer's input and the gradient of its output. `options` are those of
-    `torch.compile(..., backend="megamoe")`; `codegen` is "fx" unless they say otherwise, since
+    `torch.compile(..., backend="megamoe")`; `codegen` is "fx" unless they name another, since
     Inductor rounds differently from eager. `reference` builds the layer that runs eagerly, where
-    a lossy option makes `build()` itself no measure. Names come as `step 0: output`.
+    a lossy option makes `build()` itself no reference. Names come as `step 0: output`.
     """
     device = rank_device()
     eager, other = (reference or build)().to(device), build().to(device)
@@ -52,7 +52,7 @@ def _run(
     x: torch.Tensor,
     gradient: torch.Tensor,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Run one step and yield what it computed, by name."""
+    """Run one step and yield its results by name."""
     layer.zero_grad()
     x = x.clone().requires_grad_()
     output = function(x)

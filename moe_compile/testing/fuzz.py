@@ -1,11 +1,12 @@
 """Fuzz megamoe with generated layer programs: `python -m moe_compile.testing.fuzz --seed 1`.
 
 Contract
-    Programs are a function of the seed and the number of workers, and with `--record` of what the
-    file lacks: choices that few rewritten programs have are drawn first. Distinct ones are counted.
-    Interrupted, terminated or out of minutes, it reports and records what was done so far.
-    Exit status 1 when a program was wrong, crashed, hung or made a pass fail, or when none ran;
-    each kind of failure is made plainer, printed as code and, with `--keep`, written to a folder.
+    Programs are a function of the seed and the number of workers, and with `--record` of the
+    choices the file lacks: those of few rewritten programs are drawn first. Distinct programs are
+    counted.
+    Interrupted, terminated or out of minutes, it reports and records the programs so far. Exit
+    status 1 when a program was wrong, crashed, hung or made a pass fail, or when none ran; each
+    kind of failure is made plainer, printed as code and, with `--keep`, written to a folder.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _work(options: argparse.Namespace) -> int:
-    """Be one worker: print one line of JSON for every program."""
+    """Run as one worker: print one line of JSON for every program."""
     share = options.programs // options.workers
     share += options.worker < options.programs % options.workers
     limits = Limits(
@@ -116,7 +117,7 @@ def _work(options: argparse.Namespace) -> int:
 def _collect(
     workers: list[subprocess.Popen[str]], coverage: Coverage, options: argparse.Namespace
 ) -> None:
-    """Take in what the workers print, and show how far they are."""
+    """Add the workers' results to `coverage`, and show their progress."""
     lines: SimpleQueue[str] = SimpleQueue()
     for worker in workers:
         Thread(target=_pass_on, args=(worker, lines), daemon=True).start()

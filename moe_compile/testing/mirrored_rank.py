@@ -1,15 +1,15 @@
-"""Ranks of which one exists: another, r, does the same with the experts of rank i at rank i ^ r.
+"""One real rank and mirror images: rank r does the same with the experts of rank i at rank i ^ r.
 
 Contract
-    Their number is a power of two. What another rank sends here is what this one sends there, so an
-    all-to-all gives back what was put in, and split sizes received are those sent. A gathered
-    tensor holds a part of each rank: this one's, its pieces, of each rank one, in that rank's
-    order. Of two ranks the other's has its halves swapped: counts of experts, rank by rank.
-    Of four on two nodes, rank r sends the table of two hops (`moe_compile.ops.hop_rows`) with what
-    it says of the ranks of a node swapped, if it is not of this rank's place.
-    One process computes what all would, at a fraction of the cost; ranks that differ it cannot
-    show, nor how ranks agree on what they compiled (`runtime/rank_store.py` knows this backend by
-    name).
+    The number of ranks is a power of two. Another rank sends here what this one sends there, so an
+    all-to-all returns its input, and the split sizes received are those sent. A gathered tensor
+    holds a part of each rank: this one's, its pieces, of each rank one, in that rank's order. With
+    two ranks, the other's part has its halves swapped: counts of experts, rank by rank. With four
+    on two nodes, a rank of another place sends the table of two hops (`moe_compile.ops.hop_rows`)
+    with the columns of a node's ranks swapped.
+    One process computes the results of all ranks at a fraction of the cost. It cannot show ranks
+    that differ, nor how ranks agree on what they compiled (`runtime/rank_store.py` knows this
+    backend by name).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class _Done(dist.Work):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableLayout:
-    """What a table of two hops between four ranks on two nodes, `[4, ...]` int32, holds."""
+    """Layout of a table of two hops between four ranks on two nodes, `[4, ...]` int32."""
 
     num_experts: int
-    """Of each rank."""
+    """Experts of each rank."""
     num_slices: int
-    """That hop 1 is asked to go in; where slices are refused it goes whole."""
+    """Slices asked of hop 1, which runs whole where slices are refused."""
 
     def swapped(self, table: torch.Tensor) -> torch.Tensor:
-        """Return what the other ranks would send, given what this one does."""
+        """Return the table of the other ranks, given that of this one."""
         ahead, width = self.num_experts, table.shape[1] // self.num_slices
         divides = table.shape[1] % self.num_slices == 0
         in_slices = divides and width > ahead + 1 and (width - ahead - 1) % 2 == 0
@@ -72,20 +72,20 @@ class MirroredGroup(PythonGroup):
         input_splits: list[int],
         options: Any,
     ) -> _Done:
-        """Give back what was put in, which must be as long as what is expected."""
+        """Copy the input to the output, which must be as long."""
         del options
         assert not input_splits or list(output_splits) == list(input_splits)
         output.copy_(self._from_others(input))
         return _Done()
 
     def _from_others(self, sent: torch.Tensor) -> torch.Tensor:
-        """Return what the other ranks send here while this one sends `sent` to them."""
+        """Return the tensor that another rank sends here while this one sends `sent`."""
         is_table = sent.dim() == 2 and sent.dtype == torch.int32
         return self.table.swapped(sent) if self.table is not None and is_table else sent
 
     @torch.compiler.disable
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> _Done:
-        """Write this rank's part and the others': the same with its pieces in their order."""
+        """Write this rank's part and the others': the same pieces, in each rank's order."""
         del options
         pieces, ranks = input.tensor_split(self.size()), range(self.size())
         output.copy_(torch.cat([pieces[i ^ rank] for rank in ranks for i in ranks]))
@@ -125,7 +125,7 @@ _KEPT: Final[list[Any]] = []
 def become_mirrored(num_ranks: int = 2, table: TableLayout | None = None) -> None:
     """Make this process rank 0 of so many, the others its mirror images; ends any group it had.
 
-    `table` is of what is sent where rows are to come in two hops: from the next program on.
+    `table` is the layout of tables of programs in two hops, from the next program on.
     """
     if not _is_mirrored(num_ranks):
         if dist.is_initialized():

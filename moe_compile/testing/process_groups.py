@@ -2,8 +2,8 @@
 
 Contract
     On GPUs a rank has the device of its number on the machine.
-    Groups beside the default one are made once for each of it. All ranks ask for them in the same
-    order. A default group that is made anew has new ones.
+    Other groups are made once per default group. All ranks ask for them in the same order. A new
+    default group has new ones.
     A group written in Python has the names torch asks of every group.
 """
 
@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from moe_compile.runtime.node_groups import register_node_groups
 
 BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
-"""Of a device, where no other is asked for."""
+"""Default backend of a device."""
 WORKSPACE: Final = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-"""With which cuBLAS is deterministic; read when it is first called."""
+"""Variable with which cuBLAS is deterministic; read at its first call."""
 
 
 def join(
@@ -55,8 +55,8 @@ def join(
 def be_deterministic() -> None:
     """Have torch compute the same bits in every run, and fill new memory with NaN.
 
-    On a GPU sums of rows in any order would differ from run to run. What reads memory that nobody
-    wrote shows.
+    On a GPU, sums of rows in any order would differ from run to run. NaN shows reads of memory that
+    nobody wrote.
     """
     os.environ.setdefault(*WORKSPACE)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -75,7 +75,7 @@ def second_group() -> dist.ProcessGroup:
 
 
 def register_nodes(num_nodes: int) -> None:
-    """Say that the ranks are on so many nodes."""
+    """Register the ranks as those of `num_nodes` nodes."""
     _on_nodes(dist.group.WORLD, num_nodes)
 
 
@@ -105,7 +105,7 @@ def _own_beside(default: Any) -> dist.ProcessGroup:
 
 
 class PythonGroup(dist.ProcessGroup):
-    """Base class; `backend_name` is what the subclass is registered under."""
+    """Base class; `backend_name` is the name under which the subclass is registered."""
 
     backend_name = ""
 
@@ -133,7 +133,7 @@ Kind = TypeVar("Kind", bound=PythonGroup)
 def new_group_of(
     kind: type[Kind], make: Callable[[Any, int, int, Any], Kind], devices: Sequence[str]
 ) -> Kind:
-    """Return a group of all ranks, what `make(store, rank, size, timeout)` returns.
+    """Return a group of all ranks, made by `make(store, rank, size, timeout)`.
 
     The default group must exist; a kind is registered once per process.
     """
@@ -147,9 +147,9 @@ def new_groups_of(
     devices: Sequence[str],
     groups: Sequence[Sequence[int] | None],
 ) -> list[Kind]:
-    """Return, of new groups of these ranks each (None for all), those that this rank is in.
+    """Make a group of each list of ranks (None for all); return those that this rank is in.
 
-    As `new_group_of` makes one; every rank must call with the same groups.
+    Each is made as by `new_group_of`; every rank must call with the same groups.
     """
     made: list[Kind] = []
 

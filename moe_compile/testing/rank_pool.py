@@ -2,8 +2,8 @@
 
 Contract
     `run` calls one function on every rank and returns their results in rank order; a failure on
-    any rank raises here with that rank's traceback; ranks that do nothing until the timeout are
-    taken to hang, and ended: a loaded machine may take its time.
+    any rank raises here with that rank's traceback. Ranks that use no CPU until the timeout count
+    as hanging and are ended; slow ranks on a loaded machine are not.
     After a failure the ranks are ended, since nobody knows what they still wait for, and the next
     call has new ones; `renew` does so on request. `regroup` leaves the processes and gives them a
     process group of their own.
@@ -12,13 +12,13 @@ Contract
     Ranks are processors joined by gloo, or GPUs of this machine, one each, joined by NCCL; with
     torch's deterministic algorithms, as a sum in any order differs from run to run.
 
-What a first compilation needs takes a process seconds, so one process does it once
-(`warm_start.py`), and every rank is a copy of that one, megamoe's backend loaded; a rank has the
-environment that its pool's owner had when the rank started. With an accelerator each rank does it
-for itself: a copy of a process that has looked for devices cannot use them.
+The setup of a first compilation takes seconds, so one process does it once (`warm_start.py`), and
+every rank is a copy of that one, megamoe's backend loaded; a rank has the environment that its
+pool's owner had when the rank started. With an accelerator each rank does it for itself: a copy of
+a process that has looked for devices cannot use them.
 
-How long processes have done nothing, by the CPU time they use: what tells a hang from slowness.
-Where the system does not tell a process's CPU time, nothing is taken to have been done.
+`Idleness` tells a hang from slowness by the CPU time that processes use. A process whose CPU time
+the system does not report counts as idle.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ START_TIMEOUT_S: Final = 120.0
 SLOWEST: Final = 10.0
 """Times the timeout that a call may take while ranks compute."""
 SETTLED_S: Final = 2.0
-"""How long ranks are waited for after an answer once the call is settled."""
+"""Seconds that ranks are waited for after an answer once the call is settled."""
 IMPORTED_ONCE: Final = ("torch._inductor.compile_fx", "moe_compile.testing.warm_start")
 
 
@@ -67,7 +67,7 @@ def meeting_point() -> dist.TCPStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """What a rank must know to join the others."""
+    """Address, size and settings of the group that a rank joins."""
 
     num_ranks: int
     port: int
@@ -100,8 +100,8 @@ class RankPool:
         `timeout_s` bounds the time in one call of `run` in which no rank computes; ten times as
         long bounds the call, and a collective unless `collective_timeout_s` is given. Where that is
         less than `timeout_s` a collective that does not end is an error that says where.
-        `vain_s` is how long ranks may do nothing once another has answered, where that tells that
-        they wait for it in vain; `timeout_s` where it is not given.
+        `vain_s` is how long ranks may do nothing once another rank has answered, for programs in
+        which that means they wait for it in vain; `timeout_s` by default.
         Every process calls `at_start` before anything else: imports that must come first.
         """
         self.num_ranks = num_ranks
@@ -142,13 +142,13 @@ class RankPool:
         return self._collect(self.timeout_s, self._longest_s, settles)
 
     def renew(self) -> None:
-        """End the processes, and what calls left in them; the next call has new ones."""
+        """End the processes and their state; the next call has new ones."""
         self._stop()
 
     def regroup(self) -> None:
         """Put the ranks into a new group, in place of all they have, and forget what they compiled.
 
-        Everything else that earlier calls left in the processes stays.
+        All other state of the processes stays.
         """
         store = meeting_point()
         self.run(_regroup, self._meeting(store))
@@ -196,7 +196,7 @@ class RankPool:
     def _collect(
         self, idle_s: float, longest_s: float, settles: Callable[[Any], bool]
     ) -> list[Any]:
-        """Return all ranks' results; a rank that failed is told before one that hangs for it."""
+        """Return all ranks' results; a failed rank is reported before a rank that hangs for it."""
         began = answered = time.monotonic()
         idleness = Idleness([process.pid for process in self._processes])
         results: dict[int, Any] = {}
@@ -326,7 +326,7 @@ def collect_seldom() -> None:
 def forget_compiled() -> None:
     """Let go of all compiled code, and of the process groups that it holds.
 
-    `torch._dynamo.reset` leaves what was compiled among the globals of the module that called it.
+    `torch._dynamo.reset` leaves compiled code among the globals of the module that called it.
     A gloo group that is held keeps three threads, each of which wakes 100 times a second.
     It forgets the callbacks of the backend too, which are as after an import again.
     """
@@ -341,7 +341,7 @@ def forget_compiled() -> None:
 
 SAMPLE_S: Final = 0.5
 BUSY: Final = 0.1
-"""Of one core between two samples; a gloo group's threads, which look for messages, use less."""
+"""Share of one core between two samples; the polling threads of a gloo group use less."""
 
 
 class Idleness:

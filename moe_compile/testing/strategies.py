@@ -1,4 +1,4 @@
-"""Hypothesis strategies over what a MoE layer must survive: shapes, routings, chunks, dtypes.
+"""Hypothesis strategies over shapes, routings, chunks and dtypes that an MoE layer must handle.
 
 Contract
     Every drawn case is legal for the number of ranks it was drawn for.
@@ -18,7 +18,7 @@ from moe_compile.testing.cpu_rounding.position_rounding import ALIGNED_BYTES
 
 
 class RoutingPattern(enum.Enum):
-    """Which experts the tokens of all ranks choose."""
+    """Patterns by which the tokens of all ranks choose experts."""
 
     BALANCED = "whatever random scores choose"
     SKEWED = "one expert is chosen by every token"

@@ -1,9 +1,9 @@
-"""What a process does only at its first compilation, done on import: for a process to be copied.
+"""The one-time work of a process's first compilation, done on import, for a process to be copied.
 
 Torch fills its tables of operators and decompositions, and sympy its caches, while a first program
 is compiled: a second of CPU time in every rank that is not a copy of a process that has done so.
-No collective is launched, no random number drawn and no thread started. Where compiling fails, what
-is copied has at least the imports, and the ranks say why with programs of their own.
+No collective is launched, no random number drawn and no thread started. Where compiling fails, the
+copies have at least the imports, and the ranks report the cause with programs of their own.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def _compile_once() -> None:
 
 
 torch.set_num_threads(1)  # threads of a product would not be in the copies
-# nor would those that autograd starts at the first gradient, one for each kind of device that it
+# nor would the threads that autograd starts at the first gradient, one for each kind of device it
 # finds: in torch 2.11 it finds none before the first compilation and one after it
 torch.ones(1, requires_grad=True).sum().backward()
 FAILED = ""
-"""Why nothing was compiled, "" where it was."""
+"""Error that ended the compilation, "" for none."""
 try:
     _compile_once()
 except Exception as error:  # noqa: BLE001  (whatever a compiler raises)

@@ -3,8 +3,8 @@
 Fault
     The cache keeps a program from Dynamo's graph to the compiled code of forward and backward. It
     refuses a graph with a function that it does not know, which may depend on more than its
-    arguments. It does not know functions of torch of which the arguments say all: those of
-    `torch.nn.attention.sdpa_kernel` (torch/_functorch/_aot_autograd/autograd_cache.py,
+    arguments. It does not know some functions of torch that depend on their arguments alone: those
+    of `torch.nn.attention.sdpa_kernel` (torch/_functorch/_aot_autograd/autograd_cache.py,
     check_node_safe).
 Seen in
     torch 2.13.
@@ -33,7 +33,7 @@ SETTING: Final = "unsafe_marked_cacheable_functions"
 
 
 def cacheable_functions(patches: Mapping[str, Any]) -> dict[str, object]:
-    """Return the setting with `OF_TORCH`, beside what the user marks.
+    """Return the setting with `OF_TORCH` and the user's marks.
 
     `patches` are the settings of one compilation, which win over those for all. {} where this
     torch has no such setting.

@@ -1,10 +1,10 @@
 """Files of ours beside Inductor's caches, which a later process finds as it finds compiled code.
 
-No fault: torch has no public place in its caches for what others keep, so the folder is found by
+No fault: torch has no public place in its caches for files of others, so the folder is found by
 torch._inductor.runtime.cache_dir_utils.cache_dir.
 
 Contract
-    Nothing is kept where Inductor keeps nothing. A file is written whole or not at all, and what
+    Nothing is kept where Inductor keeps nothing. A file is written whole or not at all; a file that
     cannot be written, on a full or read-only disk, is not there later.
 """
 
@@ -19,7 +19,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 
 def kept_path(name: str) -> Path | None:
-    """Return where the file `name` is kept, or None where Inductor keeps nothing either."""
+    """Return the path where the file `name` is kept, None where Inductor keeps nothing."""
     if inductor_config.force_disable_caches or not inductor_config.fx_graph_cache:
         return None
     return Path(cache_dir()) / "megamoe" / name

@@ -1,6 +1,6 @@
-"""Inductor's settings while it compiles a graph that our passes work on: what is off, and why.
+"""Inductor's settings off while it compiles a graph that our passes work on, with the reasons.
 
-No fault, settings: each is off for the compilation at hand alone.
+No fault, settings: each is off for the current compilation alone.
 
 Contract
     Only settings that this torch has are named; torch's version is never read.
@@ -13,8 +13,8 @@ Why benchmarks are off
     (torchrec issue 4149: the benchmark of padded products, behind an all-to-all). Graphs
     are compiled while collectives are in flight whenever a backward graph is, or a new shape comes.
 Why CUDA graphs are off
-    What stands between two host reads would be recorded apart, and Inductor reorders a graph to
-    have few such parts: launches and waits would leave their places.
+    The nodes between two host reads would be recorded apart, and Inductor reorders a graph to have
+    few such parts: launches and waits would leave their places.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REORDERINGS: Final[Mapping[str, object]] = {
     "aten_distributed_optimizations.enable_simple_overlap": False,
     "aten_distributed_optimizations.enable_overlap_scheduling": False,
 }
-"""What would move launches and waits from where the schedule put them."""
+"""Settings that would move launches and waits from where the schedule put them."""
 
 BENCHMARKS: Final[Mapping[str, object]] = {
     "shape_padding": False,
@@ -46,7 +46,7 @@ BENCHMARKS: Final[Mapping[str, object]] = {
     "triton.autotune_pointwise": False,
     "triton.multi_kernel": 0,
 }
-"""What runs kernels to compare them, while compiling or at a kernel's first launch."""
+"""Settings that run kernels to compare them, while compiling or at their first launch."""
 
 CUDA_GRAPHS: Final[Mapping[str, object]] = {"triton.cudagraphs": False}
 

@@ -24,7 +24,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 SLOTS: Final = 1 << 15
-"""Of 8 bytes, in the frame: the chunk is the next power of two, so as much is left for others."""
+"""8-byte slots of the frame: the chunk is the next power of two, so as much is left again."""
 
 
 def with_frame_space(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -1,15 +1,15 @@
 """A rank that Dynamo stops compiling must not run eagerly beside ranks that run rewritten code.
 
 No fault, a limit: Dynamo compiles one piece of code `torch._dynamo.config.recompile_limit` times at
-most, and runs it eagerly for whatever else comes, as other numbers of tokens with `dynamic=False`.
+most, and runs it eagerly for all further inputs, as other numbers of tokens with `dynamic=False`.
 Only this rank knows, and its exchanges would meet others, of chunks. Dynamo asks for the limit
-before it calls callbacks or a backend, so that it cannot be told of one piece of code alone.
+before it calls callbacks or a backend, so that the limit cannot be set for one piece of code.
 
 Noticed by
     `test_beyond_its_limit_dynamo_runs_code_eagerly` in test_still_there.py.
 Contract
-    From the last compilation of rewritten code that is allowed on, `fail_on_recompile_limit_hit` is
-    set for the process: what would run eagerly is an error.
+    From the last allowed compilation of rewritten code on, `fail_on_recompile_limit_hit` is set for
+    the process: code that would run eagerly is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOG: Final = logging.getLogger(__name__)
 
 
 def forbid_eager_beyond_limit(place: str) -> None:
-    """Make running eagerly an error if Dynamo may not compile again what it compiles now."""
+    """Make running eagerly an error if Dynamo may not compile the current code again."""
     config, compiling = torch._dynamo.config, CompileContext.current_compile_id()
     if compiling is None or config.fail_on_recompile_limit_hit or config.suppress_errors:
         return

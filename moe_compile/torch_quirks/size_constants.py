@@ -2,9 +2,9 @@
 
 Fault
     `torch.tensor(4.0) * (tokens / 2)` with a symbol for the tokens has, while torch traces, the
-    value that stands in for any symbol, not a number: `int()` of what is made of it is that at run
-    time too, by every backend. With host reads in graphs (`capture_scalar_outputs`) nothing ends
-    the graph at the read.
+    stand-in value of a symbol, not a number: `int()` of a result of it is that value at run time
+    too, by every backend. With host reads in graphs (`capture_scalar_outputs`) nothing ends the
+    graph at the read.
 Seen in
     torch 2.13.
 Noticed by
@@ -12,9 +12,9 @@ Noticed by
 Contract
     A graph is taken for one of these if it holds such a tensor that is an integer, as a capacity
     is, or that nothing reads: it was made for a read.
-    Such a graph is traced again with the sizes at hand in place of symbols, by Dynamo's own restart
+    Such a graph is traced again with the current sizes in place of symbols, by Dynamo's own restart
     and with `automatic_dynamic_shapes` off until this compilation ends. Ranks whose sizes did not
-    change go on with what they have: both are rewritten by one plan, or ranks notice.
+    change go on with their compiled code: both are rewritten by one plan, or ranks notice.
     Where sizes are symbols because the user said so (`mark_dynamic`, `dynamic=True`), as on all
     ranks and from the first compilation on, Dynamo runs the graph eagerly, as it does by itself at
     a read that it does not keep.

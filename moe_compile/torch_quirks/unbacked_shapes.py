@@ -1,4 +1,4 @@
-"""What torch runs eagerly without host reads in graphs, it runs eagerly with them as well.
+"""Graphs that torch runs eagerly without host reads in graphs run eagerly with them as well.
 
 Fault
     megamoe has Dynamo keep host reads in graphs (`capture_scalar_outputs`). Where a program's

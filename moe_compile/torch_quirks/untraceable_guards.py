@@ -1,4 +1,4 @@
-"""Code that Dynamo cannot trace with host reads in graphs runs eagerly, and what it calls does not.
+"""Functions that Dynamo cannot trace with host reads run eagerly; those they call are compiled.
 
 Fault
     megamoe has Dynamo keep host reads in graphs (`capture_scalar_outputs`). Some uses of a number
@@ -35,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 LOG: Final = logging.getLogger(__name__)
 PLACE: Final = re.compile(r"Caused by: (.*?)\s+# (?:\S*/)?([^/\s]+:\d+ in \S+)")
-"""How torch says which line of the program needed a value."""
+"""Text by which torch names the line of the program that needed a value."""
 _suppressed: list[bool] = []
 """One entry while torch suppresses errors for us."""
 
@@ -80,7 +80,7 @@ def _at_end(compilation: Any) -> None:
 
 
 def _number_needed(error: BaseException | None) -> GuardOnDataDependentSymNode | None:
-    """Return the error that says which number a trace needed, if that is what ended it."""
+    """Return the error that names the number a trace needed, if that error ended it."""
     inner = error
     while isinstance(error, UserError) and inner is not None:
         if isinstance(inner, GuardOnDataDependentSymNode):

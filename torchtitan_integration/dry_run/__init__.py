@@ -1,1 +1,1 @@
-"""What a job would do on its machine, found out on a laptop: no GPU, no weights, no ranks."""
+"""Dry run of a job on a laptop: its chunks, collectives and memory without GPU or ranks."""

@@ -3,11 +3,11 @@
 Contract
     The block is compiled as training compiles it, up to the point where code would be generated:
     same capture, same passes, same options. Sizes that only a run knows count as balanced routing.
-    What "auto" would choose is traced for each value of the option `numerics`: options that take
-    "auto" have it, but for `batch_parts`, of which each number is traced; that is as the job says,
-    like the rest, and 1 where sums may not be in another order.
+    The choices of "auto" are traced for each value of the option `numerics`: options that take
+    "auto" have it, except `batch_parts`. That and all other options are as the job sets them, and
+    `batch_parts` is 1 where sums may not be in another order.
 
-Functions that run in copies of this process, beside what it goes on to do.
+`beside` runs functions in copies of this process while it goes on.
 A copy sees all that this process had when they began, graphs and modes included, and changes
 nothing here: its result alone comes back. It ends with this process, however that ends.
 They run here, one after another, when results are asked for: on one CPU; on other systems than
@@ -80,7 +80,7 @@ class Choice:
     """One way to run a block."""
 
     name: str
-    """`numerics`, or "as asked" for the job's own options."""
+    """Value of `numerics`, or "as asked" for the job's own options."""
     what: str
     step_us: float
     """Predicted time of forward and backward."""
@@ -94,7 +94,7 @@ class Rewritten:
     """A block as the passes on Dynamo's graph have rewritten it, to be traced."""
 
     name: str
-    """As `Choice.name`."""
+    """Name of the choice (`Choice.name`)."""
     what: str
     gm: fx.GraphModule
     inputs: Sequence[Any]
@@ -115,11 +115,11 @@ class Rewritten:
         return [*trace_both(self.gm, self.inputs, self.state)]
 
     def measured(self) -> list[dict[str, float]]:
-        """Return what forward and backward are predicted to take."""
+        """Return the predicted measures of forward and backward."""
         return [predicted_measures(one.graph) for one in self.traced()]
 
     def chosen(self, measures: Sequence[Mapping[str, float]]) -> Choice:
-        """Return this, with what its phases are predicted to take."""
+        """Return this as a choice, with the predicted times of its phases."""
         return Choice(
             name=self.name,
             what=self.what,
@@ -132,7 +132,7 @@ class Rewritten:
 def alternatives(
     gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig
 ) -> list[Rewritten]:
-    """Return what would be chosen of copies of `gm`, as it was written, by value of `numerics`."""
+    """Return copies of `gm` rewritten as "auto" chooses, one for each value of `numerics`."""
     found = []
     for numerics in CHOICES["numerics"]:
         free = FREE if numerics != "exact" else {**FREE, "batch_parts": 1}
@@ -162,7 +162,7 @@ def _described(compilation: Compilation, state: CompileState) -> str:
 
 
 DEFAULT_HARDWARE: Final = "h100"
-"""Profile for estimates where the job names none: this machine's own says nothing of the job's."""
+"""Profile for estimates where the job names none: this machine may not be the job's."""
 
 
 NOTHING_HIDDEN: Final[Mapping[str, Any]] = {
@@ -173,7 +173,7 @@ NOTHING_HIDDEN: Final[Mapping[str, Any]] = {
     "combine_wire": "same",
     "nodes": "off",
 }
-"""Options of the block that others are compared with; its order is the one its graph came in."""
+"""Options of the baseline for hidden time, a block in its graph's own order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,21 +182,21 @@ class Launch:
 
     operator: str
     axis: str
-    """Of the mesh: `ep`, `tp`, ..."""
+    """Mesh axis: `ep`, `tp`, ..."""
     sent_bytes: int
-    """What one rank hands in."""
+    """Bytes that one rank sends in."""
     crossing_bytes: float = 0.0
-    """Of these, what leaves the node of the rank; 0 where nobody said which ranks share one."""
+    """Bytes of these that leave the rank's node; 0 where no nodes are registered."""
     node_bytes: float = 0.0
-    """What goes to other ranks of its node; likewise."""
+    """Bytes of these for other ranks of its node; 0 where no nodes are registered."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Traced:
-    """What one kind of block, or group of blocks, compiles to."""
+    """Compiled graphs of one kind of block, or group of blocks, with their measures."""
 
     kind: str
-    """As `kind_of_graph` has it."""
+    """Kind of the graph by `kind_of_graph`."""
     compilation: Compilation
     launches: dict[str, list[Launch]] = field(default_factory=dict)
     """Phase -> collectives, in order."""
@@ -205,13 +205,13 @@ class Traced:
     unhidden_us: dict[str, float] = field(default_factory=dict)
     """Phase -> exposed time of the block with `NOTHING_HIDDEN`."""
     choices: list[Choice] = field(default_factory=list)
-    """Of a block with regions: as asked, then what "auto" chooses for each value of `numerics`.
-    None where these are not asked for, and of a graph that has the same blocks as a larger one."""
+    """Choices of a block with regions: as asked, then by "auto" for each value of `numerics`. None
+    where these are not asked for, and for a graph that has the same blocks as a larger one."""
     saved_bytes: int = 0
     """Kept from forward to backward: the block's input, and what its graph saves."""
 
     def exposed_share(self, *phases: str, measure: str = "exposed_us") -> float:
-        """Return what is exposed in `phases` over what is with `NOTHING_HIDDEN`; 1 for 0 of 0.
+        """Return the exposed time in `phases` over that with `NOTHING_HIDDEN`; 1 for 0 of 0.
 
         `measure` is "least_exposed_us" for the least of any order of the same graphs.
         """
@@ -228,10 +228,11 @@ def trace_layers(
     *,
     compares: bool,
 ) -> list[Traced]:
-    """Trace one graph of each kind; `held` is what parameters, gradients and optimizer take.
+    """Trace one graph of each kind; `held` is the bytes of parameters, gradients and optimizer.
 
-    `graphs` has the names of each one's blocks. `say` is told what is traced next. Where it
-    `compares`, graphs with regions are traced as "auto" would have them for other `numerics` too.
+    `graphs` maps each kind to the names of its blocks. `say` gets the name of the next graph. Where
+    it `compares`, graphs with regions are traced as "auto" would have them for other `numerics`
+    too.
     """
     options = backend_options(rank.job, held)
     if options.get("megamoe.hardware", "detect") == "detect":
@@ -261,7 +262,7 @@ def trace_layers(
 
 
 class EndOfTrace(Exception):
-    """A block is traced, and that was all that was wanted of it."""
+    """Ends the compilation of a block once it is traced."""
 
 
 def _compile(forward: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -345,12 +346,12 @@ def _saved_bytes(forward: fx.Graph, backward: fx.Graph, sizes: NominalSizes) -> 
 
 
 _TASKS: Final[list[Callable[[], Any]]] = []
-"""What copies of this process find in it: graphs cannot be sent to them."""
+"""Tasks that copies of this process inherit: graphs cannot be sent to them."""
 
 
 @contextlib.contextmanager
 def beside(tasks: Sequence[Callable[[], Any]]) -> Iterator[Callable[[], list[Any]]]:
-    """Begin `tasks`, and give a function that waits for their results, in order.
+    """Begin `tasks`, and yield a function that waits for their results, in order.
 
     A task's exception is raised by that function.
     """

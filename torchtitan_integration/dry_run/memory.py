@@ -3,7 +3,7 @@
 Contract
     Model state is counted from the sharded model itself, activations from traced graphs. AdamW is
     taken to keep two states of the parameters' size. Of NCCL only the buffers of all-to-alls are in
-    it, by what others measured on H100s; allocator and workspaces are not.
+    it, by published measurements on H100s; allocator and workspaces are not.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ NOT_COUNTED: Final = 5 * GIB
 """Assumed: CUDA's context and kernels 1, NCCL's other buffers 1, workspaces 1, a fragmented pool
 2."""
 OPTIMIZER_STATES: Final = 2
-"""Of AdamW, per parameter."""
+"""States of AdamW per parameter."""
 LOGIT_COPIES: Final = 2
-"""The loss reads logits in fp32, and its gradient has their size."""
+"""Copies of logits: the loss reads them in fp32, and its gradient has their size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelState:
-    """What one GPU keeps of the model for a whole step, in bytes, and the blocks it has."""
+    """Bytes of the model that one GPU keeps for a whole step, and the blocks it has."""
 
     parameters: int
     gathered: int
@@ -48,21 +48,21 @@ class ModelState:
     graphs: dict[str, int]
     """Number of compiled graphs of each kind, of a block or several."""
     microbatches: float
-    """For how many this GPU keeps activations at once."""
+    """Number of microbatches whose activations this GPU keeps at once."""
     logits: int
-    """Those of a microbatch and their gradient; 0 where the last projection is not on this GPU."""
+    """Logits of a microbatch and their gradient; 0 without the last projection on this GPU."""
     exchange_buffers: int
-    """NCCL's, of the groups that rows and heads are exchanged on."""
+    """NCCL's buffers of the groups on which rows and heads are exchanged."""
 
     @property
     def held(self) -> int:
-        """Parameters, gradients and optimizer states together."""
+        """Bytes of parameters, gradients and optimizer states together."""
         return (2 + OPTIMIZER_STATES) * self.parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """The memory of one GPU, by what takes it."""
+    """The memory of one GPU by use."""
 
     name: str
     state: ModelState
@@ -72,7 +72,7 @@ class StageMemory:
     """Largest live bytes inside one block's graph."""
 
     def rows(self) -> dict[str, int]:
-        """Return bytes by what takes them."""
+        """Return bytes by use."""
         return {
             "parameters": self.state.parameters,
             "gradients": self.state.parameters,
@@ -86,21 +86,21 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """Bytes of all uses together."""
         return sum(self.rows().values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """What a GPU has."""
+    """Memory of a GPU."""
 
     name: str
-    """Of the hardware profile."""
+    """Name of the hardware profile."""
     total: int
-    """Bytes; 0 where the profile does not say."""
+    """Bytes of memory; 0 where the profile does not say."""
 
     def warning(self, stage: StageMemory) -> str:
-        """Return what to warn of where a stage does not fit, or hardly; "" else."""
+        """Return the warning for a stage that does not fit, or hardly; "" for another."""
         left = self.total - stage.total
         if not self.total or left >= NOT_COUNTED:
             return ""
@@ -115,7 +115,7 @@ class DeviceMemory:
 
 
 def device_memory(hardware: str) -> DeviceMemory:
-    """Return what a GPU has whose profile has this name; data sheets say GB for GiB."""
+    """Return the memory of a GPU by its profile's name; data sheets say GB for GiB."""
     try:
         memory = read_profile(hardware).values.get("memory", {})
     except InvalidConfig:  # a profile that a function makes has no file
@@ -131,7 +131,7 @@ def laid_out(rank: FakeRank) -> list[nn.Module]:
 
 
 def measure_state(rank: FakeRank, parts: Sequence[nn.Module]) -> ModelState:
-    """Count what the stages of the model on this rank take."""
+    """Count the bytes of the stages of the model on this rank."""
     parameters = [p for part in parts for p in part.parameters()]
     groups = [blocks for part in parts for blocks in block_groups(part, rank.job)]
     kinds = [kind_of_graph(blocks) for blocks in groups]
@@ -147,7 +147,7 @@ def measure_state(rank: FakeRank, parts: Sequence[nn.Module]) -> ModelState:
 
 
 def add_activations(name: str, state: ModelState, traced: Sequence[Traced]) -> StageMemory:
-    """Return a GPU's memory with what its blocks save for backward."""
+    """Return a GPU's memory with the activations its blocks save for backward."""
     saved = {layer.kind: layer.saved_bytes for layer in traced}
     per_microbatch = sum(saved[kind] * number for kind, number in state.graphs.items())
     own = [layer for layer in traced if layer.kind in state.graphs]
@@ -169,7 +169,7 @@ def first_most_last(stages: Sequence[StageMemory]) -> list[StageMemory]:
 
 
 def microbatches_in_flight(rank: FakeRank, num_stages: int) -> float:
-    """Return for how many microbatches a GPU with `num_stages` stages keeps activations at once.
+    """Return the number of microbatches whose activations a GPU with `num_stages` stages keeps.
 
     The one in work and those of the warm-up, counted in stages as torch's schedules do
     (`torch/distributed/pipelining/schedules.py`): 1F1B, or Interleaved1F1B with more stages.
@@ -202,7 +202,7 @@ def _gathered(rank: FakeRank, groups: Iterable[Sequence[nn.Module]]) -> int:
 
 
 def _shards(parameter: nn.Parameter) -> int:
-    """Return over how many ranks FSDP has sharded a parameter."""
+    """Return the number of ranks over which FSDP has sharded a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh

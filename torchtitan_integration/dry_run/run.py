@@ -1,7 +1,7 @@
-"""The dry run: check a job, trace it, print what it would do; `megamoe train --dry-run`.
+"""The dry run: check a job, trace it, print its plan; `megamoe train --dry-run`.
 
 Contract
-    Every number is an estimate before the job ran; the text around a table says of what kind.
+    Every number is an estimate before the job ran; the text around a table names its kind.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _collectives(layer: Traced) -> Table:
 
 
 def _over_links(layer: Traced) -> str:
-    """Return what collectives of groups whose nodes are registered send over either link."""
+    """Return a text of the bytes over either link, in groups with registered nodes."""
     phases = []
     for phase, launches in layer.launches.items():
         crossing = sum(launch.crossing_bytes for launch in launches) / MB
@@ -169,14 +169,14 @@ COMPARE: Final = (
 def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
     """Print regions, chunks, collectives and memory of a job on `world` ranks.
 
-    Where it `compares`, also what "auto" would choose for each value of `numerics`.
+    Where it `compares`, also print the choices of "auto" for each value of `numerics`.
     Raises InvalidConfig when the recipe, or torchtitan, does not have the layout.
     """
     if not uses_megamoe(file):
         raise InvalidConfig(
             f'{file.path}: a dry run is of megamoe; write compile.backend = "megamoe"'
         )
-    logging.disable(logging.WARNING)  # what torchtitan logs is of a run
+    logging.disable(logging.WARNING)  # torchtitan's log lines are about a real run
     warnings.simplefilter("ignore")
     _collect_seldom()
     console = new_console()
@@ -215,8 +215,8 @@ def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
 def _collect_seldom() -> None:
     """Have Python's garbage collector look at new objects alone, and at them less often.
 
-    Graphs of many nodes are live to the end of it, and modules stay: it would go through them again
-    and again.
+    Graphs of many nodes live to the end of the run, and modules stay: the collector would go
+    through them again and again.
     """
     gc.collect()
     gc.freeze()
@@ -231,10 +231,10 @@ def _hardware(file: JobFile) -> str:
 
 @contextlib.contextmanager
 def _refusals(file: JobFile) -> Iterator[None]:
-    """Say which file asks for what torch and torchtitan refuse in here."""
+    """Name the job's file in errors by which torch and torchtitan refuse it."""
     try:
         yield
-    except (NotImplementedError, ValueError) as error:  # how they refuse a layout
+    except (NotImplementedError, ValueError) as error:  # raised for a refused layout
         raise InvalidConfig(f"{file.path}: this layout cannot be made: {error}") from error
 
 

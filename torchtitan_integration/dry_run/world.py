@@ -41,9 +41,9 @@ from torchtitan_integration.layout import Layout, check_layout, of_model, read_l
 from torchtitan_integration.meshes import expert_mesh, sequence_mesh
 
 AXES: Final = ("cp", "tp", "ep", "etp", "efsdp", "fsdp", "dp_replicate", "pp")
-"""Mesh axes a collective may run on, the most particular first."""
+"""Mesh axes a collective may run on, the most specific first."""
 RANKS_OF_A_MACHINE: Final = 8
-"""Of the cluster that is not there, for `nodes`; `node_ranks` may say otherwise."""
+"""Default machine size of the simulated cluster, for `nodes`; `node_ranks` overrides it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +145,14 @@ Parallelize = Callable[..., nn.Module]
 
 
 def kind_of(block: nn.Module) -> str:
-    """Return what a block has that others of its model may not have."""
+    """Return the kind of a block: with or without experts, and a sliding window if any."""
     has_window = getattr(block, "use_sliding_attention", False)
     experts = "with experts" if block.moe_enabled else "without experts"
     return f"{experts} and a sliding window" if has_window else experts
 
 
 def kind_of_graph(blocks: Sequence[nn.Module]) -> str:
-    """Return which blocks one graph has: "block with experts", "blocks: 2 with experts"."""
+    """Return a name for the blocks of one graph: "block with experts", "graph of blocks: ..."."""
     if len(blocks) == 1:
         return f"block {kind_of(blocks[0])}"
     runs = itertools.groupby(kind_of(block) for block in blocks)
@@ -186,7 +186,7 @@ def graphs_of(parts: Sequence[nn.Module], job: Any) -> dict[str, tuple[str, ...]
 def smaller_kinds(rank: FakeRank, graphs: Mapping[str, Collection[str]]) -> set[str]:
     """Return the kinds of graphs whose kinds of blocks are those of a graph with more blocks.
 
-    `graphs` has the names of each one's blocks.
+    `graphs` maps each kind to the names of its blocks.
     """
     layers = rank.build_model().layers
     kinds = {one: {kind_of(layers[name]) for name in names} for one, names in graphs.items()}
@@ -221,10 +221,10 @@ def model_of_blocks(rank: FakeRank, names: Collection[str]) -> nn.Module:
 def call_of_graph(
     model: nn.Module, rank: FakeRank, masks: Any = None
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Return the first block of a model that is one graph, and what the model calls it with.
+    """Return the first block of a model that is one graph, and the arguments of its call.
 
-    The `compiled` of the block is its forward as it was laid out, which runs them all; forwards are
-    put out of use. `masks` take the place of the block masks that the model would make for
+    The `compiled` of the block is its forward as it was laid out, which runs all blocks; their own
+    forwards are disabled. `masks` take the place of the block masks that the model would make for
     FlexAttention on the meta device.
     """
     calls: list[tuple[Any, ...]] = []

@@ -4,7 +4,7 @@ Contract
     Equals `rows[index]` bit for bit, for element types of 1, 2, 4 and 8 bytes.
 
 A program copies TILE_CHUNKS consecutive chunks of the output, counted row after row, each of 512
-bytes or what is left of a row; work beyond the last row repeats chunks of it.
+bytes or the rest of a row; work beyond the last row repeats chunks of it.
 
 Worked example: rows of 7168 bf16 columns are 1792 words of 8 bytes, 28 chunks of 64 words; program
 3 copies chunks 48 to 63: the last 8 of output row 1 and the first 8 of row 2.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 CHUNK_BYTES = 512
-"""What one warp moves with one access of 16 bytes per thread."""
+"""Bytes that one warp moves with one access of 16 bytes per thread."""
 TILE_CHUNKS = tl.constexpr(16)
 """Chunks per program: 128 threads, 64 bytes of each on their way at once."""
 NUM_WARPS = 4

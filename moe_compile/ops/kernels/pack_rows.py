@@ -1,11 +1,11 @@
 """Rows picked by an index become messages in eight bits, and rows again: one read, one write.
 
 Contract
-    Every byte of every message is written, and is what `moe_compile/ops/wire_format.py` says.
+    Every byte of every message is written, in the format of `moe_compile/ops/wire_format.py`.
     A block that holds an infinity or NaN unpacks to NaN.
     An unpacked row is float32(payload) * scale of its message, rounded once to the output's dtype.
 
-A program takes TILE_BLOCKS consecutive blocks of what it writes, counted row after row. To pack:
+A program takes TILE_BLOCKS consecutive blocks of its output, counted row after row. To pack:
 
     x        = 128 columns of row index[block // blocks_per_row]      as float32
     a        = max(|x|), but at least AMAX_MIN                        over bit patterns, as integers

@@ -1,18 +1,17 @@
 """Sums, and dot products, of rows picked by a matrix of places: each row read once.
 
 Contract
-    Both add in float32, where what is read is float64 in float64, and round to the result's type
-    once.
+    Both add in float32, or in float64 for float64 input, and round to the result's type once.
     Sums add from the first place on, `total + row` or `total + row * weight`, so that a sum of one
     row is that row to the sign of its zeros. A place of -1 adds nothing.
     Dot products are of the rows of one line of places with one row of `others`, BLOCK columns at a
     time. Every place has a row.
     A kernel that calls `row_at` is compiled once for any numbers of rows, which change with every
-    step. Of a number in a tuple that is 1, or divisible by 16, Triton makes a kernel of its own,
-    whatever `do_not_specialize` says: starts are given as `4 * start + 3`, which is neither.
+    step. Triton specializes a kernel on a number in a tuple that is 1 or divisible by 16, whatever
+    `do_not_specialize` says: starts are given as `4 * start + 3`, which is neither.
 
-A program makes BLOCK columns of one sum, all its rows on their way at once, or one product: those
-of one line follow one another, and the line's row is in a cache.
+A program makes BLOCK columns of one sum, all its rows in flight at once, or one product: the
+products of one line follow one another, and the line's row is in a cache.
 
 Worked example: rows [a, b, c], places [[1, -1], [0, 2]]: sums [b, a + c]; with others [x, y] and
 places [[1, 0], [0, 2]]: products [[b x, a x], [a y, c y]].
@@ -110,7 +109,7 @@ def sum_rows(
 
 
 def wide_of(*given: torch.Tensor | None) -> tl.dtype:
-    """Return the type in which what is read of these is added up."""
+    """Return the type in which values of these tensors are added up."""
     doubles = (one is not None and one.dtype is torch.float64 for one in given)
     return tl.float64 if any(doubles) else tl.float32
 

@@ -1,1 +1,1 @@
-"""Where kernels for CPUs round by the place of a row in memory: for tests and the fuzzer."""
+"""Models of CPU kernels that round by the place of a row in memory, for tests and the fuzzer."""

@@ -4,8 +4,8 @@ Contract
     Where nothing is found, a region in parts has the bits of the whole, forward and backward: of
     rows by `position_rounding`, of chunks of experts by `first_difference`, of groups of heads by
     `rounds_by_group`. On CUDA an operator is taken to compute every element by the same code.
-    A model that refuses leaves a region as it is where something is found, so that all that is
-    rewritten must be equal; one that does not lets reports tell of it.
+    A model that refuses leaves a region as it is where something is found, so that every rewritten
+    region must be equal. A model that does not refuse puts it in the report.
 
 Experts. Chunk and whole run the same operators, forward and backward. A chunk is taken to have the
 bits of the whole only where every one of them is known to round alike in both: it works on tensors
@@ -23,8 +23,8 @@ takes a fused kernel that goes from head to head (`use_flash_attention_cpp` in A
 rounds by how many there are and how they lie in memory. The fused kernel multiplies by MKL, whose
 products of 4- and 8-byte numbers round by where rows begin between boundaries of 16 bytes (float32
 with heads of 5 or 6, float64 with heads of 5). The products of a head alone in a batch of one are
-split over threads; with several heads each thread has heads of its own. How many threads there are
-is not asked, as ranks may differ in it.
+split over threads; with several heads each thread has heads of its own. The number of threads is
+not read, as ranks may differ in it.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ STRICT: Final = "TESTS_HAVE_STRICT_BITS"
 
 
 class CpuRows(RowBits):
-    """What is found of the rows of one region."""
+    """Findings on the rows of one region."""
 
     def __init__(self, *, refuses: bool) -> None:
-        """Begin with nothing found; one that `refuses` may tell the proof what needs an expert."""
+        """Begin without findings; if it `refuses`, the proof may learn which nodes need one."""
         super().__init__()
         self._refuses = refuses
         self._repeated = Repeated()
         self._one_expert: Call | None = None
 
     def follow(self, call: Call, results: Sequence[Value]) -> None:
-        """Take in `call` and what its outputs are proven to be, before anything is written."""
+        """Check `call` with the proven values of its outputs, before anything is written."""
         if call is self._one_expert:
             self.note(call.node, rounding.rows_of_one_expert(call))
         elif results and isinstance(results[0], Rows):
@@ -79,11 +79,11 @@ class CpuRows(RowBits):
         self.note(call.node, self._repeated.follow(call, results))
 
     def follow_one_expert(self, call: Call) -> None:
-        """Take in beforehand that `call` is only known to read all rows of one expert."""
+        """Note beforehand that `call` is only known to read all rows of one expert."""
         self._one_expert = call
 
     def follow_memory(self, call: Call, tensor: torch.Tensor, value: Value) -> None:
-        """Note rows that sums may round by their number: it is the same for those of one expert."""
+        """Note rows that sums may round by their number, which is fixed for rows of one expert."""
         if not isinstance(value, Rows) or not _lie_inside(call, tensor, value.dim):
             return
         expert = call.facts.is_rows_of_one(value.order)
@@ -94,27 +94,27 @@ class CpuRows(RowBits):
             call.known.whole.setdefault(call.node, set()).add(expert)
 
     def follow_gradient(self, gradient: torch.Tensor) -> None:
-        """Take in a gradient that a function written by hand is given: it may be of anything."""
+        """Note the gradient of a function written by hand: it may have repeats."""
         self._repeated.values.add(id(gradient))
 
 
 class CpuBits(KernelBits):
-    """The model."""
+    """The model of a CPU's last bits."""
 
     def __init__(self, *, refuses: bool) -> None:
-        """Leave regions as they are where something is found, or tell of it only."""
+        """Refuse regions with findings if `refuses`, else only report the findings."""
         self.refuses = refuses
 
     def rows(self) -> CpuRows:
-        """Return what is told of the operators of one region with its rows."""
+        """Return an empty record of findings on the rows of one region."""
         return CpuRows(refuses=self.refuses)
 
     def experts(self, whole: Sequence[Call], part: Sequence[Call]) -> str:
-        """Return what may round otherwise in chunks of experts with a capacity."""
+        """Return the first finding on chunks of experts with a capacity, "" for none."""
         return first_difference(whole, part)
 
     def heads(self, core: fx.Node, operands: Sequence[fx.Node], num_kv_heads: int) -> HeadBits:
-        """Return what may round otherwise in groups of heads of the attention `core`."""
+        """Return the findings on groups of heads of the attention `core`."""
         rounds = rounds_by_group(core, operands, num_kv_heads)
         return HeadBits(
             groups="torch's kernel for these sizes, layouts, masks and backends" if rounds else "",
@@ -123,23 +123,23 @@ class CpuBits(KernelBits):
 
 
 def strict_bits() -> AbstractContextManager[None]:
-    """Left, inside the block, what a CPU may round otherwise in parts."""
+    """Leave regions whole, inside the block, that a CPU may round differently in parts."""
     return bits_by(CpuBits(refuses=True))
 
 
 def recorded_bits() -> AbstractContextManager[None]:
-    """Let reports tell, inside the block, what a CPU may round otherwise in parts."""
+    """Have reports name, inside the block, what a CPU may round differently in parts."""
     return bits_by(CpuBits(refuses=False))
 
 
 def use_bits_of_environment() -> None:
-    """Refuse in this process what a CPU may round otherwise in parts, where `STRICT` is set."""
+    """Refuse in this process what a CPU may round differently in parts, if `STRICT` is set."""
     if STRICT in os.environ:
         use_bits(CpuBits(refuses=True))
 
 
 def _rounding(call: Call, row_dim: int) -> str:
-    """Return where `call`, whose result has its rows along `row_dim`, rounds by their place."""
+    """Return the reason why `call`, with rows along `row_dim`, rounds by their place."""
     if call.name in ("mm", "addmm"):
         names = ("self", "mat2") if call.name == "mm" else ("mat1", "mat2")
         return rounding.product(call, call.argument(names[row_dim]), row_dim)
@@ -155,7 +155,7 @@ def _rounding(call: Call, row_dim: int) -> str:
 
 
 def _joined(call: Call, row_dim: int) -> str:
-    """Return where results of products, put into longer rows, round by their place there."""
+    """Return the reason why products, put into longer rows, round by their place there."""
     ndim = call.outputs[0].dim()
     if call.name == "constant_pad_nd":
         amounts = [*call.argument("pad")]
@@ -186,20 +186,20 @@ ROW_BY_ROW: Final = frozenset(
 """Operators that sum within an expert, by the same loops for each where experts are outermost."""
 
 NUM_MATRICES: Final = 2
-"""Of a batch whose matrices are dealt out to threads; a single one is split."""
+"""Least number of matrices in a batch that are dealt out to threads; a single one is split."""
 
 
 def first_difference(whole: Sequence[Call], part: Sequence[Call]) -> str:
-    """Return what may round otherwise in a part, "" where nothing does."""
+    """Return the first reason why a part may round differently, "" for none."""
     rounding = {call.name for call in whole if call.is_pointwise and _rounds(call, whole)}
     pairs = zip(whole, part, strict=True)
     return next(filter(None, (_difference(a, b, a.name in rounding) for a, b in pairs)), "")
 
 
 def _rounds(call: Call, calls: Sequence[Call]) -> bool:
-    """Whether an elementwise operator rounds by position: one of a backward, as its forward does.
+    """Whether an elementwise operator rounds by position; a backward one, as its forward does.
 
-    What is known of operators is known of their gradients too.
+    Facts known of operators hold for their gradients too.
     """
     name = call.name.removesuffix("_backward")
     if name == call.name:
@@ -249,7 +249,7 @@ def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _steps(tensor: torch.Tensor) -> list[int]:
-    """Return the strides of the dimensions that are walked along."""
+    """Return the strides of the dimensions whose size is not 1."""
     return [s for size, s in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
@@ -310,7 +310,7 @@ def _by_rows(call: Call, pairs: Pairs) -> str:
 
 
 BOUNDARY: Final = 16
-"""Bytes: products of rows that begin at its multiples round alike."""
+"""Boundary in bytes: products of rows that begin at its multiples round alike."""
 
 FUSED: Final = torch.nn.attention.SDPBackend.FLASH_ATTENTION.name
 
@@ -318,7 +318,7 @@ FUSED: Final = torch.nn.attention.SDPBackend.FLASH_ATTENTION.name
 def rounds_by_group(core: fx.Node, operands: Sequence[fx.Node], num_kv_heads: int) -> bool:
     """Whether attention in any number of groups may differ from the whole in the last bits.
 
-    `operands` are query, key and value. The layout of the result's gradient does not tell: the
+    `operands` are query, key and value. The layout of the result's gradient does not matter: the
     kernel copies it (`flash_attention_backward_kernel_impl`).
     """
     tensors = [tensor for operand in operands if (tensor := tensor_of(operand)) is not None]
@@ -340,7 +340,7 @@ def rounds_alone(operands: Sequence[fx.Node]) -> bool:
 def is_fused(core: fx.Node, operands: Sequence[fx.Node]) -> bool:
     """Whether the fused kernel of a CPU is proven to compute `core`.
 
-    Where a sequence has no positions it does not, but nothing is summed there either.
+    A sequence without positions is computed by other code, but nothing is summed there either.
     """
     tensors = [tensor for operand in operands if (tensor := tensor_of(operand)) is not None]
     if len(tensors) < 3 or not _is_fused_allowed(core):
@@ -353,7 +353,7 @@ def is_fused(core: fx.Node, operands: Sequence[fx.Node]) -> bool:
 
 
 def _is_fused_allowed(core: fx.Node) -> bool:
-    """Whether the switches leave the fused kernel to `core`: the last one before it decides."""
+    """Whether the switches allow the fused kernel for `core`: the last one before it decides."""
     allowed = torch.backends.cuda.flash_sdp_enabled()
     for node in itertools.takewhile(lambda node: node is not core, core.graph.nodes):
         if chooses_attention(node):
@@ -366,7 +366,7 @@ def _is_fused_allowed(core: fx.Node) -> bool:
 
 
 def _backend_name(backend: Any) -> Any:
-    """Return the name of a backend that a graph has as a constant or by a call with its name."""
+    """Return the name of a backend, which is a constant of a graph or a call with its name."""
     if isinstance(backend, fx.Node):
         return backend.args[0] if backend.args else None
     return getattr(backend, "name", None)
@@ -387,7 +387,7 @@ def _is_mask_fused(core: fx.Node) -> bool:
 def _rows_lie_alike(tensor: torch.Tensor, num_heads: int) -> bool:
     """Whether rows begin at boundaries, in `tensor` and in that of any group of its heads.
 
-    A group has 1 / n of what lies outside of the heads in memory, and the same of what lies inside.
+    A group has 1 / n of the elements outside of the heads in memory, and the same inside them.
     """
     size = tensor.element_size()
     head_stride = tensor.stride(-3)

@@ -1,17 +1,17 @@
-"""Operators that a CPU rounds by where an element stands, and rows in which it makes no difference.
+"""Operators that a CPU rounds by the place of an element, and rows for which it does not matter.
 
 Contract
     Where the functions return "", an element of a row is rounded alike whatever number of rows
-    stand before and behind it: forward, and in the backward of the operator. Else they say what
-    may round otherwise.
-    A rounding sum within rows is told (`Repeated`) where its input, or the gradient that it sends
-    back, may lie in memory as one number per row, repeated with stride 0.
+    stand before and behind it: forward, and in the backward of the operator. Else they say what may
+    round differently.
+    A rounding sum within rows is reported (`Repeated`) where its input, or the gradient that it
+    sends back, may lie in memory as one number per row, repeated with stride 0.
 
 A CPU runs an elementwise operator over flat memory in blocks of two vectors, and the last elements
 of each thread's share one by one, by other code. For some operators the two differ in the last bit.
-They meet the same elements only where blocks and shares end where rows end. Some have other code
-for a tensor without gaps, and a single part of longer rows is one. On CUDA every element is
-computed by the same code, whole blocks or not: nothing is said there.
+They meet the same elements only where blocks and shares end where rows end. Some operators have
+other code for a tensor without gaps, and a single part of longer rows is one. On CUDA every element
+is computed by the same code, whole blocks or not: nothing is reported there.
 A CPU's matrix products of four and eight bytes add up in another order where a row begins at
 another distance from a 64-byte boundary of memory: rows must lie whole multiples of 64 bytes apart.
 Its products of one matrix per row add up in another order for a single row. Sums over a dimension
@@ -20,11 +20,11 @@ So do sums within rows whose numbers have stride 0, over the last rows by other 
 (`vectorized_outer_sum` in ATen/native/cpu/SumKernel.cpp; seen in four bytes). `rows.sum(1)` sends
 back such a gradient, and an addition hands it on as it is: the gradient of `one_per_row`, of `(rows
 + one_per_row[:, None]).sum(1)`, is a sum of that kind. The gradient of a product with a whole row,
-or of a function of one, lies row by row again; an operator that is not known to make one anew is
-taken to hand on what comes.
+or of a function of one, lies row by row again. An operator that is not known to write a new
+gradient is taken to hand on the one it gets.
 A GPU's library may choose another kernel where rows do not begin on 16 bytes; that is not checked,
 since torch's grouped products ask for such rows, and other products were not measured there.
-What differs is this machine's.
+Differences are those of this machine.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ ROUNDED_RIGHT: Final = SAME_VALUES | frozenset(
 """Operators that move data, or whose result and gradient are correctly rounded steps."""
 
 SCALED: Final = frozenset({"add", "sub", "rsub"})
-"""Correctly rounded without a factor: `a + alpha * b` is fused in some code, and not in other."""
+"""Operators rounded correctly without a factor: only some code fuses `a + alpha * b`."""
 
 WHOLE_POWERS: Final = (0, 1, 2, 3)
 NORMS: Final = (None, 1, 2, 3, math.inf)
 """Powers of norms whose gradient was seen to round alike for any number of rows; None is 2."""
 
 ALIKE_IN_FLOAT: Final = frozenset({"exp", "log", "tanh", "sin", "cos", "log1p", "expm1", "rsqrt"})
-"""In four and eight bytes: the last elements run through the same vector code, filled up
-(ATen/cpu/vml.h); `rsqrt` is two correctly rounded steps."""
+"""Operators that round alike in four and eight bytes: the last elements run through the same vector
+code, filled up (ATen/cpu/vml.h); `rsqrt` is two correctly rounded steps."""
 
 LIE_APART: Final = frozenset(
     {
@@ -73,12 +73,12 @@ LIE_APART: Final = frozenset(
         "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "sub", "tan", "tanh",
     }
 )  # fmt: skip
-"""Operators seen to compute rows that lie apart as they compute such a row by itself, forward and
+"""Operators seen to compute rows that lie apart as they compute one such row by itself, forward and
 backward. GELU and logit do not."""
 
 ALONE_OTHERWISE: Final = frozenset({"var", "std"})
-"""Reductions whose result is computed by other code where it is one number: where there is one
-row (`std_var_out` in ATen/native/ReduceOps.cpp)."""
+"""Reductions that compute a single number, as of one row, by other code (`std_var_out` in
+ATen/native/ReduceOps.cpp)."""
 
 ALIGNED_BYTES: Final = 64
 """Boundary on which operands of a product must lie to be added up alike, as Intel says of its
@@ -90,12 +90,12 @@ NUM_GRADIENTS: Final = 128
 
 
 def on_cuda(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` lies where bits are taken not to depend on an element's place in memory."""
+    """Whether `tensor` is on CUDA, where bits are taken not to depend on an element's place."""
     return tensor.device.type == "cuda"
 
 
 def elementwise(call: Call) -> str:
-    """Return where the number of rows may change a bit of an elementwise operator."""
+    """Return the reason why the number of rows may change bits of an elementwise operator."""
     out, floats = call.outputs[0], _floats(call)
     if not rounds_by_position(call):
         return ""
@@ -119,7 +119,7 @@ def _floats(call: Call) -> list[torch.Tensor]:
 
 
 def rounds_by_position(call: Call) -> bool:
-    """Whether an elementwise operator may round an element by where it stands in memory."""
+    """Whether an elementwise operator may round an element by its place in memory."""
     floats = _floats(call)
     return bool(floats) and not on_cuda(call.outputs[0]) and _by_position(call, floats)
 
@@ -131,7 +131,7 @@ def block_of(call: Call) -> int:
 
 
 def sums_by_place(tensor: torch.Tensor) -> bool:
-    """Whether sums round otherwise where another dimension lies outside that of the rows.
+    """Whether sums round differently where another dimension lies outside that of the rows.
 
     On a CPU sums over such a dimension, in an operator or in its gradient, run over several rows
     at once in vectors, and over the last rows by other code (`vectorized_outer_sum` in
@@ -142,9 +142,9 @@ def sums_by_place(tensor: torch.Tensor) -> bool:
 
 
 def within_rows(call: Call) -> str:
-    """Return where a CPU computes the only row of a tensor by other code than several.
+    """Return the reason why a CPU computes a single row by other code than several.
 
-    So it does the gradient of norms of other powers than `NORMS`, which takes a power elementwise.
+    The gradient of a norm of a power not in `NORMS` is such a case: it takes a power elementwise.
     """
     out = call.outputs[0]
     power = call.argument("ord", call.argument("p", 2)) if "norm" in call.name else 2
@@ -156,7 +156,7 @@ def within_rows(call: Call) -> str:
 
 
 def product(call: Call, rows: torch.Tensor, row_dim: int) -> str:
-    """Return where the bits of a matrix product depend on where its rows begin.
+    """Return the reason why the bits of a matrix product depend on where its rows begin.
 
     Gradients lie as the result does, but where that is part of longer rows: see `parts`.
     """
@@ -174,7 +174,7 @@ def product(call: Call, rows: torch.Tensor, row_dim: int) -> str:
 
 
 def batch_product(call: Call) -> str:
-    """Return where a product of each row by itself rounds by how many there are.
+    """Return the reason why a product of each row by itself rounds by the number of rows.
 
     A CPU's library computes the only product of a batch by other code than one of several, and
     each by where it begins.
@@ -185,7 +185,7 @@ def batch_product(call: Call) -> str:
 
 
 def parts(call: Call, row_dim: int, part_dim: int, starts: Sequence[int]) -> str:
-    """Return where a product whose result stands inside longer rows rounds by position.
+    """Return the reason why a product that stands inside longer rows rounds by position.
 
     Its gradient is that part of the longer rows' gradient: there too its rows must begin on
     boundaries of memory. `starts` are the places of the parts along dimension `part_dim`.
@@ -200,7 +200,7 @@ def parts(call: Call, row_dim: int, part_dim: int, starts: Sequence[int]) -> str
 
 
 def rows_of_one_expert(call: Call) -> str:
-    """Return which rows of one expert lie as products round otherwise, whatever `call` is.
+    """Return the reason why rows of one expert may round by their place, whatever `call` is.
 
     A chunk has them all, in the same order, and begins at another place in memory.
     """
@@ -272,7 +272,7 @@ def _differs(func: torch._ops.OpOverload, arguments: Arguments, dtype: torch.dty
 def differs_by_position(run: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> bool:
     """Whether a function of one number rounds a value of `dtype` (two bytes) by its position.
 
-    Numbers and infinities are tried: what is not a number is passed on or not as it comes.
+    Numbers and infinities are tried, NaNs are not.
     """
     values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu")
     x = values.to(torch.int16).view(dtype)
@@ -288,7 +288,7 @@ def differs_by_position(run: Callable[[torch.Tensor], torch.Tensor], dtype: torc
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values, every other element of memory: no vector can be read."""
+    """Return the same values at every other element of memory, where no vector can be read."""
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
@@ -306,8 +306,8 @@ def _forward_and_backward(
 
 ADDITIONS: Final = frozenset({"add", "sub", "rsub"})
 LINEAR: Final = ADDITIONS | SAME_VALUES | {"neg", "mul", "div"}
-"""Operators whose gradient is the one that comes, times numbers at most, where nothing that they
-read fills rows."""
+"""Operators whose gradient is the incoming one, times numbers at most, where nothing that they read
+fills rows."""
 
 MULTIPLY: Final = frozenset(
     {
@@ -317,7 +317,7 @@ MULTIPLY: Final = frozenset(
         "square", "tanh", "threshold", "where",
     }
 )  # fmt: skip
-"""Functions whose gradient is the one that comes times, or chosen by, what they read or gave."""
+"""Functions whose gradient is the incoming one times, or chosen by, their input or output."""
 
 MADE_ANEW: Final = frozenset(
     {
@@ -327,8 +327,8 @@ MADE_ANEW: Final = frozenset(
         "native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "glu",
     }
 )  # fmt: skip
-"""Other operators that write the gradient of what they read row by row: products, moves of whole
-rows, what picks elements, and norms."""
+"""Other operators that write the gradient of their input row by row: products, moves of whole rows,
+picks of elements, and norms."""
 
 SUMS: Final = frozenset(
     {
@@ -344,12 +344,12 @@ class Repeated:
     """Identities of tensors of rows in which one number may stand several times."""
 
     values: set[int] = field(default_factory=set)
-    """In the tensor itself."""
+    """Tensors that may have repeats themselves."""
     gradients: set[int] = field(default_factory=set)
-    """In gradients that go back through it, should a sum send one."""
+    """Tensors whose gradients may have repeats, should a sum send one."""
 
     def follow(self, call: Call, results: Sequence[Value]) -> str:
-        """Note what `call` makes of what it reads; return that it sums such rows, or ""."""
+        """Note the tensors with repeats that `call` makes; return a reason if it sums such rows."""
         marked = self.values | self.gradients
         sums = call.name in SUMS and any(id(t) in marked and _rounds(t) for t in call.inputs)
         for tensor, result in zip(call.outputs, results, strict=True):

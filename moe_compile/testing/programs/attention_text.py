@@ -123,7 +123,7 @@ BEFORE: Final = {
     Within.ALL_SUM: [f"h = h + x.cumsum(0).view(-1, {P}, WIDTH)"],
     Within.TURNED_BACK: ["h = h.transpose(0, 1).reshape(h.shape)"],
 }
-"""What becomes of `h` `[sequences, positions, D]` before attention."""
+"""Operations on `h` `[sequences, positions, D]` before attention."""
 ATTEND_WITHIN: Final = {
     Within.MASK: [
         f"mask = torch.ones({P}, {P}, dtype=torch.bool).tril()",
@@ -168,7 +168,7 @@ PARAMETERS: Final = {
 
 
 def own_attention_class(layer: OwnAttention, number: int) -> list[str]:
-    """Return the source of class `Layer<number>`; its input is `[T, D]`, T a multiple."""
+    """Return the source of class `Layer<number>`; its input is `[T, D]`, of whole sequences."""
     kind = layer.within
     constructor = [
         "super().__init__()",

@@ -2,7 +2,7 @@
 
 Contract
     The programs are a function of the seed; a text that was judged before is not judged again.
-    With what earlier campaigns covered, those that add to it come first (`wanted.py`).
+    Programs that add to the coverage of earlier campaigns come first (`wanted.py`).
     `sweep` has the plainest program with every choice of the grammar alone.
     A failing program is made plainer as long as it fails in the same way. That is deterministic and
     bounded: one choice after another becomes its plainest, rounds are repeated until nothing gives
@@ -164,38 +164,38 @@ def _all() -> Iterator[Program]:
 
 
 UNMENDED: Final[Mapping[frozenset[str], str]] = {}
-"""What together shows a fault that is known, and the fault: not drawn until it is mended."""
+"""Sets of choices that show a known fault, and the fault: not drawn until it is mended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How far a campaign goes."""
+    """Limits of a campaign, and the programs it is restricted to."""
 
     programs: int
     seconds: float
     timeout_s: float
     trials: int
-    """Of one failure to be made plainer."""
+    """Trials to make one failing program plainer."""
     keep: Path | None = None
     """Folder of failing programs."""
     rewrite: str = ""
-    """What is asked of megamoe in each program, "" for what is drawn."""
+    """Name of the rewrite each program asks for, "" for a drawn one."""
     layers: str = ""
-    """Of which kind the layers of each program are, "" for what is drawn."""
+    """Kind of the layers of each program, "" for a drawn one."""
 
 
 class Campaign:
     """One pair of ranks and the programs it runs."""
 
     def __init__(self, seed: int, limits: Limits, covered: Coverage | None = None) -> None:
-        """Prepare a campaign from `seed`, and from what earlier ones covered."""
+        """Prepare a campaign from `seed` and the coverage of earlier ones."""
         self._seed = seed
         self._limits = limits
         self._covered = covered
         self._known: list[tuple[Outcome, frozenset[str]]] = []
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Yield what became of every program, as plain data."""
+        """Yield the outcome of every program, as plain data."""
         limits, began = self._limits, monotonic()
         seen: set[str] = set()
         with Judge(timeout_s=limits.timeout_s) as judge:
@@ -232,7 +232,7 @@ class Campaign:
         return chain(wanted_programs(self._seed, self._covered), drawn)
 
     def _shown(self, judge: Judge, program: Program, judgement: Judgement, number: int) -> str:
-        """Return the plainest program that fails so, "" where one like it was shown before."""
+        """Return the plainest program with this failure, "" where one like it was shown before."""
         if judgement.kind is Outcome.INVALID:
             self._keep(source_of(program), judgement, number)
         if not judgement.failed:
@@ -260,8 +260,8 @@ class Campaign:
 def drawn_programs(seed: int, rewrite: str = "", layers: str = "") -> Iterator[Program]:
     """Yield programs without end, each drawn afresh: hypothesis would go on with variants.
 
-    Those that would show an unmended fault are left out. With `rewrite`, a name of `Rewrite`, those
-    that it may be asked of; with `layers`, a key of `PROGRAMS_OF`, those of such layers.
+    Programs that would show an unmended fault are left out. `rewrite`, a name of `Rewrite`, and
+    `layers`, a key of `PROGRAMS_OF`, restrict the programs.
     """
     number = 0
     while True:
@@ -272,7 +272,7 @@ def drawn_programs(seed: int, rewrite: str = "", layers: str = "") -> Iterator[P
 
 
 def _draw(seed: int, rewrite: str, layers: str) -> list[Program]:
-    """Return what hypothesis draws second from `seed`; its first is always the plainest."""
+    """Return hypothesis's second draw from `seed`; its first is always the plainest."""
     drawn: list[Program] = []
 
     @hypothesis_seed(seed)

@@ -55,7 +55,7 @@ EMPTIES: Final = {
     Fill.INDEX_COPY: GATHERED_BACK,
     Fill.GATHER: GATHERED_BACK,
 }
-"""How tokens take what came back."""
+"""Ways in which tokens take the slots that came back."""
 
 SHAPES: Final = {
     Sent.EXPERTS: "{n}, room, WIDTH",
@@ -113,7 +113,7 @@ AFTER: Final = {
     Mixing.NEXT: ["out = torch.cat([out[:, 1:], out[:, :1]], 1)"],
     Mixing.FLIPPED: ["out = out.flip(1)"],
 }
-"""What mixes experts, ahead of them and behind them."""
+"""Lines that mix experts, ahead of them (`BEFORE`) and behind them (`AFTER`)."""
 
 
 def capacity_class(layer: Capacity, number: int) -> list[str]:
@@ -179,7 +179,7 @@ def _expert(layer: Capacity) -> list[str]:
 
 
 def _experts(layer: Capacity) -> list[str]:
-    """Return the method from received slots to what is sent back, in one shape."""
+    """Return the method from received slots to the slots sent back, in one shape."""
     before = [line for mixing in BEFORE if mixing in layer.mixing for line in BEFORE[mixing]]
     after = [line for mixing in AFTER if mixing in layer.mixing for line in AFTER[mixing]]
     if Extra.OWN_NORM in layer.extras:

@@ -2,7 +2,7 @@
 
 Contract
     The first member of every choice is the plainest: failing programs shrink towards it.
-    Values say what a member is, for people; nothing reads them.
+    Values describe the members for people; no code reads them.
     Choices of layers by counts come first, then those of exchanges, of loops over experts, of a
     rank's own tokens, and of layers whose experts have a capacity.
 """
@@ -14,7 +14,7 @@ from typing import Final
 
 
 class Style(enum.Enum):
-    """How experts run."""
+    """Ways to run experts."""
 
     LOOP = "loop over pieces by rank and expert"
     SORTED_LOOP = "loop over slices of sorted rows"
@@ -31,7 +31,7 @@ class Style(enum.Enum):
 
 
 class Order(enum.Enum):
-    """How rows find their order by expert."""
+    """Ways to order rows by expert."""
 
     ARGSORT = "stable argsort of labels"
     UNSTABLE = "argsort of labels that is not stable"
@@ -47,7 +47,7 @@ class Order(enum.Enum):
 
 
 class Back(enum.Enum):
-    """How rows find their way back to the order received."""
+    """Ways to put rows back in the order received."""
 
     INDEX_COPY = "index_copy into zeros"
     INDEX_PUT = "assignment into empty memory"
@@ -77,7 +77,7 @@ class Act(enum.Enum):
 
 
 class Detail(enum.Enum):
-    """What else happens to the rows inside an expert, row by row."""
+    """Further operations on the rows inside an expert, row by row."""
 
     BIAS = "a bias of each expert"
     DUMMY = "a row of zeros is appended for every expert"
@@ -114,7 +114,7 @@ class Detail(enum.Enum):
 
 
 class Decoy(enum.Enum):
-    """What must keep a region whole."""
+    """Operations that must keep a region whole."""
 
     MEAN = "rows less their mean over all rows"
     EXPAND = "rows expanded over all rows, summed"
@@ -136,7 +136,7 @@ class Decoy(enum.Enum):
 
 
 class Reader(enum.Enum):
-    """What the program around the exchanges reads and writes."""
+    """Reads and writes of the program around the exchanges."""
 
     RETURNED = "received counts are returned"
     LISTED = "received counts are returned as integers"
@@ -242,7 +242,7 @@ MIXES_SEQUENCES: Final = (Within.ALL_MEAN, Within.ALL_SUM, Within.TURNED_BACK)
 
 
 class Routing(enum.Enum):
-    """Which experts tokens choose."""
+    """Experts that tokens choose."""
 
     SCORES = "whatever scores choose"
     ONE_EXPERT = "one expert is the first choice of all"
@@ -250,7 +250,7 @@ class Routing(enum.Enum):
 
 
 class Groups(enum.Enum):
-    """Which process groups carry the exchanges."""
+    """Process groups that carry the exchanges."""
 
     WORLD = "the default group"
     LAYERS_APART = "another group of the same ranks for every layer but the first"
@@ -259,7 +259,7 @@ class Groups(enum.Enum):
 
 
 class Sharing(enum.Enum):
-    """What several layers have in common."""
+    """Parameters or routing that several layers share."""
 
     NOTHING = "nothing"
     WEIGHTS = "one layer is called twice"
@@ -268,7 +268,7 @@ class Sharing(enum.Enum):
 
 
 class Backward(enum.Enum):
-    """How gradients are asked for."""
+    """Ways to ask for gradients."""
 
     ONCE = "one backward"
     TWICE = "a second backward through the same graph"
@@ -280,7 +280,7 @@ class Backward(enum.Enum):
 
 
 class Wrapping(enum.Enum):
-    """What is around all layers."""
+    """Wrappers around all layers."""
 
     BARE = "nothing"
     RESIDUAL = "residual sums"
@@ -290,14 +290,14 @@ class Wrapping(enum.Enum):
 
 
 class Running(enum.Enum):
-    """Whether the first layer runs."""
+    """Conditions under which the first layer runs."""
 
     ALWAYS = "in every step"
     IF_ANY = "where any of some flags is set, which all ranks have alike"
 
 
 class Poison(enum.Enum):
-    """Which tokens are NaN."""
+    """Tokens that are NaN."""
 
     NONE = "none"
     TOKEN = "the first one"
@@ -305,7 +305,7 @@ class Poison(enum.Enum):
 
 
 class Tally(enum.Enum):
-    """How rows per expert are counted."""
+    """Ways to count rows per expert."""
 
     COMPARE = "labels compared with all experts"
     BINCOUNT = "bincount"
@@ -319,7 +319,7 @@ class Tally(enum.Enum):
 
 
 class Counts(enum.Enum):
-    """How counts reach the ranks of the experts."""
+    """Ways in which counts reach the ranks of the experts."""
 
     FUNCTIONAL = "functional all-to-all"
     LAZY = "functional all-to-all, waited for on its first use"
@@ -331,7 +331,7 @@ class Counts(enum.Enum):
 
 
 class Splits(enum.Enum):
-    """How split sizes become integers of the host."""
+    """Ways in which split sizes become integers of the host."""
 
     TOLIST = "sums by view, tolist"
     ITEM = "sums by view, item of each"
@@ -342,7 +342,7 @@ class Splits(enum.Enum):
 
 
 class Move(enum.Enum):
-    """Who exchanges rows."""
+    """Functions that exchange rows."""
 
     FUNCTIONAL = "all_to_all_single_autograd"
     FUNCTION = "an autograd Function of the program around all_to_all_single"
@@ -354,7 +354,7 @@ class Move(enum.Enum):
 
 
 class Find(enum.Enum):
-    """How a loop that searches finds the rows of an expert."""
+    """Ways in which a searching loop finds the rows of an expert."""
 
     WHERE = "torch.where of equal labels"
     NONZERO = "nonzero, squeezed"
@@ -364,7 +364,7 @@ class Find(enum.Enum):
 
 
 class Put(enum.Enum):
-    """How a loop that searches puts results where the rows stood."""
+    """Ways in which a searching loop puts results back in the places of the rows."""
 
     INDEX_ADD = "index_add_ into zeros"
     ASSIGN = "assignment into memory that nothing filled"
@@ -374,7 +374,7 @@ class Put(enum.Enum):
 
 
 class Cut(enum.Enum):
-    """How a loop by offsets cuts rows, and joins results."""
+    """Ways in which a loop by offsets cuts rows and joins results."""
 
     SLICES = "out[a:b] = y"
     NARROWED = "copies into narrowed memory that nothing filled"
@@ -383,7 +383,7 @@ class Cut(enum.Enum):
 
 
 class Padding(enum.Enum):
-    """What becomes of tokens that are padding: of an expert that does not exist, sorted last."""
+    """Treatment of padding tokens, whose expert does not exist and sorts last."""
 
     NONE = "there are none"
     SENT = "order[:sum(sent)]"
@@ -392,7 +392,7 @@ class Padding(enum.Enum):
 
 
 class Weighing(enum.Enum):
-    """How sorted rows find their scores."""
+    """Ways in which sorted rows find their scores."""
 
     COLUMN = "scores[order][:, None]"
     NEW_AXIS = "scores.flatten()[order, None]"
@@ -401,7 +401,7 @@ class Weighing(enum.Enum):
 
 
 class Unsort(enum.Enum):
-    """How tokens take the rows that came back."""
+    """Ways in which tokens take the rows that came back."""
 
     INDEX_ADD = "index_add into zeros"
     IN_PLACE = "index_add_ into zeros"
@@ -422,7 +422,7 @@ class Loss(enum.Enum):
 
 
 class Room(enum.Enum):
-    """How many slots an expert has for the rows of a rank; what finds none is dropped."""
+    """Number of slots an expert has for the rows of a rank; rows without a slot are dropped."""
 
     EVEN = "as many as balanced routing needs"
     SCARCE = "half of that"
@@ -431,7 +431,7 @@ class Room(enum.Enum):
 
 
 class Fill(enum.Enum):
-    """How rows get into slots, and back."""
+    """Ways to move rows into slots and back."""
 
     EINSUM = "masks of one-hots, einsum there and back"
     PRODUCT = "the same masks, a product of matrices back"
@@ -449,7 +449,7 @@ class Sent(enum.Enum):
 
 
 class Across(enum.Enum):
-    """How experts run on the slots they received."""
+    """Ways to run experts on the slots they received."""
 
     EINSUM = "einsum, ranks outermost"
     OUTERMOST = "einsum, experts outermost"
@@ -461,7 +461,7 @@ class Across(enum.Enum):
 
 
 class Extra(enum.Enum):
-    """What else a layer with a capacity does, and may be chunked with."""
+    """Further operations of a layer with a capacity, which may still be chunked."""
 
     LOSS = "a balancing loss is returned"
     GATED = "a second product gates the first"
@@ -475,7 +475,7 @@ class Extra(enum.Enum):
 
 
 class Mixing(enum.Enum):
-    """What must keep experts with a capacity whole."""
+    """Operations that must keep experts with a capacity whole."""
 
     SHARED_BIAS = "a bias that all experts add"
     MEAN = "rows less their mean over experts"

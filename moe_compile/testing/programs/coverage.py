@@ -1,4 +1,4 @@
-"""What fuzzing campaigns tried: programs by what became of them, features by how often; their file.
+"""Coverage of fuzzing campaigns: programs by outcome, features by count, and the file of both.
 
 Contract
     The rows of the table are the features of programs, every choice of the grammar among them.
@@ -48,7 +48,7 @@ from moe_compile.testing.programs.judge import FAILURES, Outcome
 
 
 def features(program: Program) -> frozenset[str]:
-    """Return the names of what `program` has, as the coverage table shows them."""
+    """Return the names of the features of `program`, as the coverage table shows them."""
     found = {f"tokens: {name}" for name in _token_features(program.tokens)}
     found |= {f"width: {program.width}", f"dtype: {program.dtype}"}
     found |= {"dynamic: asked for"} if program.dynamic else set()
@@ -74,7 +74,7 @@ def all_features() -> list[str]:
 
 
 def _unused(part: Program | Layer) -> set[str]:
-    """Return what stands in a field that the layer's style does not read."""
+    """Return the features of fields that the layer's style does not read."""
     if not isinstance(part, Experts):
         return set()
     unread = [name for name, styles in READ_IN.items() if part.style not in styles]
@@ -87,7 +87,7 @@ def _choices(value: Any) -> list[enum.Enum]:
 
 
 def feature(choice: enum.Enum) -> str:
-    """Return the name of a choice in the table of what a campaign covered."""
+    """Return the name of a choice in the coverage table."""
     return f"{type(choice).__name__.lower()}: {choice.name.lower()}"
 
 
@@ -103,7 +103,7 @@ LEAST: Final = 40
 """Rewritten programs every feature should occur in, of 3,000."""
 
 LEFT_WHOLE: Final = frozenset(map(feature, MIXES_SEQUENCES))
-"""Features of which programs tried are counted: that they are left whole is right."""
+"""Features for which all programs tried count: leaving these whole is correct."""
 
 
 class Coverage:
@@ -122,7 +122,7 @@ class Coverage:
         self.failures: list[dict[str, Any]] = []
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in what became of one program."""
+        """Count one program by its outcome and features."""
         self.kinds[line["kind"]] += 1
         self.cpu_s += line["cpu_s"]
         self.num_second += line["second"]
@@ -137,11 +137,11 @@ class Coverage:
             self.failures.append(line)
 
     def lacks(self, name: str) -> int:
-        """Return how many programs more should have the choice of this name."""
+        """Return the number of programs that still lack the choice of this name."""
         return max(0, LEAST - self._counted(name))
 
     def _counted(self, name: str) -> int:
-        """Return how many programs say something of a choice: rewritten ones, but of a decoy."""
+        """Return the number of rewritten programs with a choice; for a decoy, of all programs."""
         return self.tried[name] if name in LEFT_WHOLE else self.rewritten[name]
 
     @property

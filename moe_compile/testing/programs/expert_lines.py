@@ -86,7 +86,7 @@ ROWS: Final = {
     ],
     Detail.TRANSPOSED: ["rows = rows - rows.t().contiguous().sum(0)[:, None] * 0.125"],
 }
-"""What happens to received rows, each by itself, ahead of the experts."""
+"""Operations on each received row by itself, ahead of the experts."""
 
 BACKS: Final = {
     Back.INDEX_COPY: ["return torch.zeros_like(out).index_copy(0, perm, out)"],

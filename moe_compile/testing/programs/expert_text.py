@@ -316,7 +316,7 @@ def searched_loop(layer: Experts) -> list[str]:
 
 
 def loop_by_offsets(layer: Experts) -> list[str]:
-    """Return the loop over what each rank sent for each expert."""
+    """Return the loop over the rows that each rank sent for each expert."""
     e = layer.local
     if layer.cut is Cut.TENSOR_SPLIT:
         return [
@@ -337,7 +337,7 @@ def loop_by_offsets(layer: Experts) -> list[str]:
 
 
 def labels(layer: Experts) -> list[str]:
-    """Return what defines `ids`, the expert of each received row."""
+    """Return lines that define `ids`, the expert of each received row."""
     if layer.order in (Order.SEARCH, Order.MISMATCHED):
         places = "torch.arange(rows.shape[0])"
         return [
@@ -348,7 +348,7 @@ def labels(layer: Experts) -> list[str]:
 
 
 def order_lines(layer: Experts) -> list[str]:
-    """Return what defines `perm` and, sorted by it, `label`."""
+    """Return lines that define `perm` and, sorted by it, `label`."""
     made = labels(layer)
     if layer.order is Order.SORT:
         return [*made, "label, perm = torch.sort(ids, stable=True)"]
@@ -379,7 +379,7 @@ def sorted_rows(layer: Experts) -> str:
 
 
 def back_lines(layer: Experts) -> list[str]:
-    """Return what puts the results `out`, which are sorted, in the order received."""
+    """Return lines that put the sorted results `out` in the order received."""
     if layer.back is not Back.PIECES:
         return BACKS[layer.back]
     sizes = "[runs[i] for i in by_expert]"

@@ -1,4 +1,4 @@
-"""What a generated layer program is: frozen data that `text.py` writes as Python source.
+"""Generated layer programs as frozen data, which `text.py` writes as Python source.
 
 Contract
     Every program is for two ranks, or for four on two nodes where rows are to come in two hops;
@@ -52,7 +52,7 @@ NUM_RANKS: Final = 2
 
 
 class Rewrite(enum.Enum):
-    """What is asked of megamoe besides the number of chunks."""
+    """Options asked of megamoe besides the number of chunks."""
 
     CHUNKS = "chunks alone"
     UNSCHEDULED = "schedule = False"
@@ -89,7 +89,7 @@ READ_IN: Final[dict[str, frozenset[Style]]] = {
     "put": frozenset({Style.SEARCHED}),
     "cut": frozenset({Style.RUNS}),
 }
-"""Fields of a layer that say something in some styles alone."""
+"""Fields of a layer that have an effect in some styles only."""
 
 OF_STYLE: Final[dict[enum.Enum, Style]] = {
     Detail.LONGEST: Style.SORTED_LOOP,
@@ -99,7 +99,7 @@ OF_STYLE: Final[dict[enum.Enum, Style]] = {
     Detail.CROSSED: Style.GROUPED,
     Decoy.COUNTS_LIST: Style.SORTED_LOOP,
 }
-"""What says nothing in the plainest style, and one in which it does."""
+"""Choices without effect in the plainest style, each with a style in which it has one."""
 
 STYLE_OF: Final[dict[type[enum.Enum], Style]] = {
     Order: Style.SORTED_LOOP,
@@ -108,7 +108,7 @@ STYLE_OF: Final[dict[type[enum.Enum], Style]] = {
     Put: Style.SEARCHED,
     Cut: Style.RUNS,
 }
-"""Kinds of which a member says something in some styles alone, and one of these."""
+"""Kinds whose members have an effect in some styles only, each with one of these styles."""
 
 SEVERAL: Final[dict[type[enum.Enum], str]] = {
     Detail: "details",
@@ -135,7 +135,7 @@ IN_EIGHT_BITS: Final = frozenset({Rewrite.FP8, Rewrite.HOPS_FP8})
 """Rewrites by which rows are dispatched in eight bits."""
 
 NUM_NODES: Final = 2
-"""On which the ranks of such programs are, two on each."""
+"""Nodes of such programs, two ranks on each."""
 
 PARTED: Final[Mapping[Rewrite, int]] = {Rewrite.PARTS: 2, Rewrite.THREE_PARTS: 3}
 """Rewrites by which a graph runs on parts of its batch -> how many."""
@@ -172,7 +172,7 @@ class Experts:
     local: int = 2
     """Experts of a rank."""
     ranks: int = NUM_RANKS
-    """As many as the program is for: what its text is written with."""
+    """Number of ranks of the program, with which its text is written."""
     top_k: int = 1
     tally: Tally = Tally.COMPARE
     padding: Padding = Padding.NONE
@@ -207,7 +207,7 @@ class Capacity:
     fill: Fill = Fill.EINSUM
     sent: Sent = Sent.EXPERTS
     move: Move = Move.FUNCTIONAL
-    """Of `FUNCTIONAL` and `OF_ITSELF` one."""
+    """One of `FUNCTIONAL` and `OF_ITSELF`."""
     across: Across = Across.EINSUM
     act: Act = Act.RELU
     extras: frozenset[Extra] = frozenset()
@@ -243,7 +243,7 @@ class Program:
 
     @property
     def num_ranks(self) -> int:
-        """Return how many ranks it is for."""
+        """Return the number of ranks it is for."""
         return len(self.tokens[0])
 
     @property
@@ -259,7 +259,7 @@ class Program:
 
     @property
     def positions(self) -> int:
-        """Return of how many tokens a sequence is."""
+        """Return the number of tokens of a sequence."""
         attends = any(isinstance(layer, OwnAttention) for layer in self.layers)
         return POSITIONS if attends or any(Loss.SEQUENCE in a.losses for a in self.experts) else 1
 

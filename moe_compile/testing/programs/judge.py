@@ -2,12 +2,12 @@
 
 Contract
     A program that eager torch cannot run, or that plain AOTAutograd cannot compile, is `INVALID`:
-    nothing of ours is wrong. One that AOTAutograd computes otherwise than eager, such as dropout,
-    whose masks it draws in another way, must equal AOTAutograd bit for bit. A rank that does not
-    answer in time is a hang; both processes are then ended and new ones started.
+    nothing of ours is wrong. A program that AOTAutograd computes differently from eager, as one
+    with dropout, whose masks it draws in another way, must equal AOTAutograd bit for bit. A rank
+    that does not answer in time is a hang; both processes are then ended and new ones started.
     On a loaded machine gloo may lose a message, in eager as well (seen on torch 2.13, all bytes of
-    a send arrived), and what its link is broken for tells nothing of the program: a program that
-    hangs, or whose link breaks, is judged once more by new processes, and that judgement counts.
+    a send arrived), and a broken link tells nothing of the program: a program that hangs, or whose
+    link breaks, is judged once more by new processes, and that judgement counts.
     A process that ends by a signal may have run hundreds of programs before, and any of them may
     have done the harm: its last program fails if one of `AFTER_DEATH` runs by new processes does.
 """
@@ -31,15 +31,15 @@ RENEWAL: Final = 300
 
 
 STARTS: Final = 5
-"""Times that processes are started before it is given up: it is no program's fault."""
+"""Times that processes are started before giving up: no program is at fault."""
 
 
 VAIN_S: Final = 20.0
-"""How long a rank may do nothing once the other has finished: it waits for what never comes."""
+"""Seconds a rank may do nothing once the other has finished: it then waits in vain."""
 
 
 DIED: Final = re.compile(r"process of rank \d+ ended")
-"""How a pool says that a rank's process is gone."""
+"""Text by which a pool reports that a rank's process is gone."""
 
 
 AFTER_DEATH: Final = 5
@@ -47,15 +47,15 @@ AFTER_DEATH: Final = 5
 
 
 SAYS_RANKS: Final = re.compile(r"^RANKS, NODES, LOCAL = (\d+), ", re.MULTILINE)
-"""How a program says for how many ranks it is, if not for two."""
+"""Line by which a program gives its number of ranks, if not two."""
 
 
 BROKEN_LINK: Final = re.compile(r"pair closure|Connection (closed|reset) by peer|[Tt]imed out wait")
-"""How gloo says that a message did not come."""
+"""Texts by which gloo reports that a message did not come."""
 
 
 class Outcome(enum.Enum):
-    """What became of a program."""
+    """Outcome of a program."""
 
     SAME = "same"
     AS_TORCH = "as AOTAutograd, which eager differs from"
@@ -71,18 +71,17 @@ FAILURES: Final = frozenset({Outcome.WRONG, Outcome.CRASH, Outcome.HANG, Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What became of one program, and how."""
+    """Outcome of one program, with its details."""
 
     kind: Outcome
     detail: str = ""
     is_chunked: bool = False
     """Whether a region ran in chunks, or with gathered tokens where the program asks for that."""
     may_differ: bool = False
-    """Whether it is compared within a bound, since a CPU may round its regions otherwise in parts.
-    """
+    """Whether it is compared within a bound: a CPU may round its regions differently in parts."""
     verdicts: tuple[str, ...] = ()
     cpu_s: float = 0.0
-    """Of all ranks together."""
+    """CPU seconds of all ranks together."""
     is_second: bool = False
     """Whether it was judged once more, since it hung, a link broke or a process died."""
 
@@ -110,7 +109,7 @@ class Judge:
         self._end_all()
 
     def judge(self, text: str) -> Judgement:
-        """Run a program's text on all its ranks and say what became of it."""
+        """Run a program's text on all its ranks and return its judgement."""
         judgement = self._judge(text)
         has_died = bool(DIED.search(judgement.detail))
         if judgement.kind is Outcome.HANG or BROKEN_LINK.search(judgement.detail) or has_died:
@@ -131,7 +130,7 @@ class Judge:
         return self._unless_torch_fails(text, judgement) if judgement.failed else judgement
 
     def _unless_torch_fails(self, text: str, judgement: Judgement) -> Judgement:
-        """Return `judgement`, or what it is where AOTAutograd alone fares as megamoe does."""
+        """Return `judgement`, or another one where AOTAutograd alone fails as megamoe does."""
         kind = judgement.kind
         if kind is Outcome.DROPPED:
             return judgement
@@ -153,10 +152,10 @@ class Judge:
         return plain.kind in (Outcome.CRASH, Outcome.INVALID)
 
     def _beside_torch(self, text: str, judgement: Judgement) -> Judgement:
-        """Return what a wrong program is where AOTAutograd, not eager, says what is right.
+        """Return the judgement of a wrong program with AOTAutograd as the reference, not eager.
 
-        It may fail on sizes known only at run time, and not where these are computed otherwise, or
-        where the graph ends before each.
+        AOTAutograd may fail on sizes known only at run time, but not where they are computed
+        differently, or where the graph ends before each.
         """
         for reference in ("aot_eager", SUMMED_BY_TORCH, IN_PIECES):
             plain = judgement_of(self._run(text, "megamoe", reference=reference))
@@ -206,7 +205,7 @@ def _is_no_program(found: RankFindings) -> bool:
 
 
 def _num_processes(text: str) -> int:
-    """Return how many processes a program runs in: one for two ranks that mirror each other."""
+    """Return the number of processes of a program: one for two ranks that mirror each other."""
     if "\nMIRRORED = True" in text:
         return 1
     said = SAYS_RANKS.search(text)
@@ -230,7 +229,7 @@ def _started(num_processes: int, timeout_s: float) -> RankPool:
 
 
 def judgement_of(found: list[RankFindings]) -> Judgement:
-    """Return what the findings of all ranks come to."""
+    """Return the judgement that the findings of all ranks make."""
 
     def judged(kind: Outcome, said: list[str]) -> Judgement:
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
@@ -261,7 +260,7 @@ def judgement_of(found: list[RankFindings]) -> Judgement:
 
 
 def print_judgement(path: str) -> None:
-    """Judge the program in the file `path` and print what was found; exit status 1 if it failed."""
+    """Judge the program in the file `path` and print the findings; exit status 1 if it failed."""
     with Judge() as judge:
         judgement = judge.judge(Path(path).read_text())
     head = f"{judgement.kind.value}; verdicts: {list(judgement.verdicts)}"

@@ -53,7 +53,7 @@ BY_TOKEN: Final = {
     Unsort.INVERSE: ["new = out[torch.argsort(order)]"],
     Unsort.EINSUM: ["new = out.new_empty(out.shape)", "new.index_copy_(0, order, out)"],
 }
-"""Ways back that have every row of each token, and weigh rows then."""
+"""Ways back that hold all rows of each token before they weigh them."""
 
 SEQUENCES: Final = f"x.shape[0] // {POSITIONS}"
 ROUTED: Final = {
@@ -99,7 +99,7 @@ def weights(layer: Experts) -> str:
 
 
 def gathered(layer: Experts) -> str:
-    """Return the rows that are sent, before anything is done to them."""
+    """Return the expression for the rows that are sent, before any detail changes them."""
     tokens = f"order // {layer.top_k}"
     if layer.unsort is Unsort.COLUMN_INDEX:
         return f"torch.gather(x, 0, {_in_columns(tokens)})"
@@ -274,7 +274,7 @@ def _route(layer: Experts) -> list[str]:
 def _split_lines(layer: Experts, exchange: list[str]) -> list[str]:
     """Return the exchange of counts and how split sizes are read.
 
-    Those to be sent are read first where something reads them ahead of the exchange.
+    The input splits are read first where a reader uses them ahead of the exchange.
     """
     early, sent, got = lines_at(layer, "early"), _sent_lines(layer), _got_lines(layer)
     return [*sent, *early, *exchange, *got] if early else [*exchange, *sent, *got]

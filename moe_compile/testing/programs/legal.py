@@ -1,4 +1,4 @@
-"""What of a drawn program goes together: the rest is taken out of it.
+"""Legal combinations of choices: the others are taken out of a drawn program.
 
 Contract
     Every legal program runs eagerly, but where a rank's rows have a size that torch infers only
@@ -64,7 +64,7 @@ USED_BY: Final = {
     Detail.CROSSED: frozenset({Style.GROUPED, Style.FUSED}),
     Detail.BESIDE: frozenset(Style) - {Style.BATCHED, Style.STACKED},
 }
-"""Styles that a detail says something in; every other detail does in all of them."""
+"""Styles in which a detail has an effect; a detail not listed has one in every style."""
 
 WRITES: Final = frozenset(
     {
@@ -75,7 +75,7 @@ WRITES: Final = frozenset(
         Reader.AUTOCAST_SET, Reader.SEEN,
     }
 )  # fmt: skip
-"""What happens twice where a layer is recomputed."""
+"""Readers whose writes happen twice where a layer is recomputed."""
 
 SAVE_ROWS: Final = frozenset(
     {
@@ -83,7 +83,7 @@ SAVE_ROWS: Final = frozenset(
         Reader.ROWS_HANDED_BACK,
     }
 )  # fmt: skip
-"""What autograd keeps routed rows for, which must not be written then."""
+"""Readers for which autograd saves routed rows, which must then not be written."""
 
 COUNTS_LAST: Final = frozenset({Tally.COMPARE, Tally.HISTC, Tally.BINCOUNT_CUT})
 """Ways to count that leave out an expert behind the last."""
@@ -92,7 +92,7 @@ ROUNDING: Final = (*IN_EIGHT_BITS, *BOUNDS)
 
 
 def legal(program: Program) -> Program:
-    """Return `program` less what does not go together."""
+    """Return `program` without the choices that do not go together."""
     program = _with_losses(_on_its_ranks(_around_layers(program)))
     program = _of_whole_sequences(program)
     recomputed = program.wrapping is Wrapping.CHECKPOINT
@@ -120,10 +120,10 @@ def legal(program: Program) -> Program:
 
 
 def _around_layers(program: Program) -> Program:
-    """Return `program` less what does not go together around its layers.
+    """Return `program` without the choices around its layers that do not go together.
 
-    What shares a routing, or has a layer inside another, has none that runs in some steps alone.
-    NaNs of one step would be in all numbers of the next.
+    A program that shares a routing, or nests a layer in another, has no layer that runs in some
+    steps only. NaNs of one step would spread to all numbers of the next.
     """
     if program.running is not Running.ALWAYS and program.sharing is not Sharing.WEIGHTS:
         program = replace(program, sharing=Sharing.NOTHING)
@@ -136,10 +136,10 @@ def _around_layers(program: Program) -> Program:
 
 
 def _with_losses(program: Program) -> Program:
-    """Return `program` with losses where they are numbers, and where sums of another order are.
+    """Return `program` with losses only where they are not NaN and can be compared.
 
-    A mean over no tokens is NaN, and so are its gradients. In parts a loss is that of the whole,
-    and what an expert makes of all its rows that of a part: no eager run has both.
+    A mean over no tokens is NaN, and so are its gradients. In parts, a loss is that of the whole
+    batch, and an expert's mean over its rows is that of a part: no eager run has both.
     """
     if not program.has_losses:
         return program
@@ -160,8 +160,8 @@ def _with_losses(program: Program) -> Program:
 def _on_its_ranks(program: Program) -> Program:
     """Return `program` for four ranks where its rows are to come in two hops, else for two.
 
-    The former have one layer: what stands beside it is tried on two, in half the time. Nodes are
-    registered of the default group.
+    Programs in two hops have one layer: combinations of layers are tried on two ranks, in half the
+    time. Nodes are registered for the default group.
     """
     if program.rewrite not in HOPPING:
         return replace(program, tokens=tuple(step[:NUM_RANKS] for step in program.tokens))
@@ -178,7 +178,7 @@ def _on_its_ranks(program: Program) -> Program:
 
 
 def _of_four(tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens of four ranks: as many on each, or not, as those of the first two."""
+    """Return the tokens of four ranks: equal on all if those of the first two are equal."""
     first, second, *_ = tokens
     return (first,) * 4 if first == second else (first, second, second + 1, first)
 
@@ -186,9 +186,8 @@ def _of_four(tokens: tuple[int, ...]) -> tuple[int, ...]:
 def _of_whole_sequences(program: Program) -> Program:
     """Return `program` with no sequence cut short; where it is to run in parts, all steps alike.
 
-    Those are of one size, the last perhaps of a smaller one on all ranks; or of any where that is
-    the number of sequences: of tokens that are viewed as sequences it is not, nor is it that of a
-    step with fewer than parts.
+    Such steps have one size, the last perhaps a smaller one on all ranks. Where a sequence is one
+    token and sizes are symbols, they may have any size of at least as many sequences as parts.
     """
     number = program.positions
     if program.rewrite in PARTED:
@@ -204,7 +203,7 @@ def _of_whole_sequences(program: Program) -> Program:
 
 
 def _may_rewrite(program: Program) -> bool:
-    """Whether what is asked of megamoe is allowed, and its roundings reach no second routing."""
+    """Whether the rewrite asked for is allowed, and its roundings reach no second routing."""
     if program.rewrite is Rewrite.GATHERED:  # a product with weights rounds each rank's share
         weights = (a.unsort is Unsort.EINSUM for a in program.experts)
         return all(len({*step}) == 1 for step in program.tokens) and not any(weights)
@@ -236,9 +235,9 @@ def _legal_layer(layer: Layer, banned: set[Reader | Detail], width: int) -> Laye
 
 
 def _of_its_tokens(layer: Experts, details: set[Detail]) -> Experts:
-    """Return `layer` less what does not go together of how its tokens send and take rows.
+    """Return `layer` without the ways of sending and taking rows that do not go together.
 
-    Padding has no rows to take: sums by token are of those that were sent.
+    Padding tokens have no rows to take: sums by token are over the rows that were sent.
     """
     is_padded = layer.padding is not Padding.NONE
     if Detail.ONE_NUMBER in details or (is_padded and layer.unsort in BY_TOKEN):

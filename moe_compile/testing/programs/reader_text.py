@@ -1,4 +1,4 @@
-"""What a generated layer reads and writes around its exchanges, as Python source.
+"""Reads and writes of a generated layer around its exchanges, as Python source.
 
 Names the lines may use, but those of `early`, which have x, counts, sent and noted (values
 returned besides) alone: x `[T, D]`, routed `[R, D]`, counts and arrived (rows per expert), n (an
@@ -21,17 +21,17 @@ class Lines:
     early: tuple[str, ...] = ()
     """While tokens are routed: rows to be sent are known to the host, counts not exchanged yet."""
     before: tuple[str, ...] = ()
-    """Ahead of the dispatch."""
+    """Lines ahead of the dispatch."""
     between: tuple[str, ...] = ()
-    """Between the exchanges: ahead of the experts, or behind them where the layer reads late."""
+    """Lines between the exchanges, ahead of the experts; behind them if the layer is `late`."""
     later: tuple[str, ...] = ()
-    """Behind the experts, ahead of the combine: writes to what the experts read."""
+    """Lines between experts and combine that write to tensors the experts read."""
     combined: tuple[str, ...] = ()
-    """On the combined rows, before scores weigh them."""
+    """Lines on the combined rows, before scores weigh them."""
     after: tuple[str, ...] = ()
-    """On the result."""
+    """Lines on the result."""
     buffers: tuple[str, ...] = ()
-    """In the constructor."""
+    """Lines in the constructor."""
 
 
 PRODUCT = "product = (x.float() @ self.router.float()) * n"

@@ -1,15 +1,15 @@
-"""One rank of a generated program: its steps eagerly, then compiled, and what differs.
+"""One rank of a generated program: its steps run eagerly, then compiled, and compared.
 
 Contract
-    To be called on all ranks at once with the same text. Compared are outputs, values returned
-    besides, gradients of the input and of every parameter, buffers, integers kept in modules and
-    the state of the random generator, after every step, by `torch.equal`. Where the text states a
+    To be called on all ranks at once with the same text. Compared are outputs, other returned
+    values, gradients of the input and of every parameter, buffers, integers kept in modules and the
+    state of the random generator, after every step, by `torch.equal`. Where the text states a
     bound, or a report says of a region in parts that last bits may differ, floating-point tensors
     are compared by the norm of their difference. Reports say it by the model of `cpu_rounding`:
-    where they say nothing, every bit must be the same. What megamoe may send in eight
-    bits the eager program either leaves or rounds so too, row by row, forward and backward: in all
-    its layers or in some, since a layer that is left as it is rounds nothing.
-    What may run in parts of its batch computes what eager does of the whole, or adds up over parts.
+    where they say nothing, every bit must be the same. Rows that megamoe may send in eight bits are
+    left or rounded by the eager program too, row by row, forward and backward: in all its layers or
+    in some, since a layer that is not rewritten rounds nothing. A program that may run in parts of
+    its batch must equal the eager run of the whole, or of the parts, added up.
     A program that raises eagerly must raise compiled too, in the same step.
     NaNs in the same places are equal.
 """
@@ -59,8 +59,8 @@ IN_PIECES: Final = "aot_eager in pieces"
 """AOTAutograd on graphs that end where the host reads an integer."""
 
 PARTS_APART: Final = 1e-3
-"""What parts of a batch may make of it otherwise in float32, relative: far above its roundings, far
-below what experts make that read other rows."""
+"""Relative difference of parts from the whole batch in float32: far above roundings, far below that
+of experts that read other rows."""
 
 BOUND_OF_LAST_BITS: Final = 64
 """Relative error, in roundings of the narrowest type of a program, where last bits may differ: a
@@ -69,7 +69,7 @@ Numerical Algorithms, section 4.2), by about the root of K as a rule, and layers
 In two bytes it is `BOUND_OF_TWO_BYTES`."""
 
 BOUND_OF_TWO_BYTES: Final = 0.05
-"""As of other sums in two bytes: six roundings of bfloat16."""
+"""Relative error of sums in two bytes: six roundings of bfloat16."""
 
 SUMMED_BY_TORCH: Final = "aot_eager, rows of each expert summed by torch"
 """AOTAutograd on the program that sums rows of experts before the host reads them, not after."""
@@ -81,7 +81,7 @@ class InParts:
 
     steps: frozenset[int]
     reference: str = "eager"
-    """What runs the program: a backend of `torch.compile`, or "eager"."""
+    """Backend of `torch.compile` that runs the program, or "eager"."""
 
 
 class LayersInParts(NamedTuple):
@@ -89,14 +89,14 @@ class LayersInParts(NamedTuple):
 
     names: frozenset[str]
     rows: int
-    """That stay together: those of a sequence, or 1."""
+    """Number of rows that stay together: those of a sequence, or 1."""
 
 
 BREAKS: Final = ("graph_break()", "async_op=True")
-"""What ends a graph between layers."""
+"""Texts in a program that end a graph between layers."""
 
 Backend = str | Callable[..., Any] | LayersInParts | InParts
-"""Of `torch.compile`, or "eager"; layers that run in parts, eagerly; or steps that do."""
+"""A backend of `torch.compile`, "eager", or layers or steps that run in parts."""
 
 SUMMED_BY_HOST: Final = re.compile(
     r"sizes = \[runs\[(.+?)\] \+ runs\[(\d+) \+ \1\] for e in range\(\2\)\]"
@@ -106,7 +106,7 @@ SUMMED_BY_HOST: Final = re.compile(
 
 @dataclass(kw_only=True, slots=True)
 class RankFindings:
-    """What one rank found."""
+    """Findings of one rank."""
 
     raises: bool = False
     """Whether the program says that it raises."""
@@ -118,7 +118,7 @@ class RankFindings:
     gathered."""
     verdicts: list[str] = field(default_factory=list)
     may_differ: bool = False
-    """Whether a region ran in parts of which last bits may differ."""
+    """Whether a region ran in parts whose last bits may differ."""
     dropped: list[str] = field(default_factory=list)
     """Passes that failed and were left out."""
     cpu_s: float = 0.0
@@ -171,7 +171,7 @@ def _compare_module(
     for compilation in REPORT.compilations[known:]:
         _note(found, compilation, module)
     bound = module.BOUND
-    if IN_TWO_HOPS not in found.verdicts:  # where they are asked for, and do not come to be
+    if IN_TWO_HOPS not in found.verdicts:  # two hops asked for, but not made
         bound = getattr(module, "FLAT_BOUND", bound)
     if found.may_differ:
         bound = max(bound, _bound_of_last_bits(module, text))
@@ -204,14 +204,14 @@ def _on_a_rank(module: ModuleType, differences: list[str]) -> bool:
 
 
 def _bound_of_last_bits(module: ModuleType, text: str) -> float:
-    """Return how far results may be off where last bits differ."""
+    """Return the relative error allowed where last bits differ."""
     if module.DTYPE.itemsize == 2 or "autocast" in text:
         return BOUND_OF_TWO_BYTES
     return BOUND_OF_LAST_BITS * torch.finfo(module.DTYPE).eps
 
 
 def _table_of(module: ModuleType) -> TableLayout:
-    """Return what the table holds in a program whose rows are to come in two hops."""
+    """Return the layout of the table of a program whose rows are to come in two hops."""
     options = module.OPTIONS
     by_tokens = options.get("megamoe.chunk_by") == "tokens"
     asked = options["megamoe.chunks"] if by_tokens else options.get("megamoe.hop_slices", 1)
@@ -219,7 +219,7 @@ def _table_of(module: ModuleType) -> TableLayout:
 
 
 def _note(found: RankFindings, compilation: Compilation, module: ModuleType) -> None:
-    """Note what became of a graph: in parts, or in two hops, where that is asked."""
+    """Add the verdicts, remarks and dropped passes of a compiled graph to `found`."""
     verdicts = [r.verdict for r in compilation.regions]
     verdicts += [a.verdict for a in compilation.attention]
     found.verdicts += [*verdicts, *compilation.left_alone]
@@ -237,7 +237,7 @@ def _note(found: RankFindings, compilation: Compilation, module: ModuleType) -> 
 def _other_results(
     module: ModuleType, rank: int, text: str, reference: str, expected: list[Named]
 ) -> Iterator[list[Named]]:
-    """Yield what else would be right, in the same order on every rank."""
+    """Yield other correct results of the steps, in the same order on every rank."""
     if hasattr(module, "PARTS"):
         by = reference if reference == "aot_eager" else "eager"
         of_steps = (steps(module, rank, InParts(s, by))[0] for s in _steps_in_parts(module))
@@ -250,9 +250,9 @@ def _other_results(
 
 
 def _computes_as(done: list[Named], whole: list[Named], module: ModuleType, text: str) -> bool:
-    """Whether parts make what the whole makes, but for roundings.
+    """Whether parts compute the outputs of the whole, but for roundings.
 
-    Not asked of two bytes: there a rounding may send a token to another expert.
+    True without a comparison in two bytes, where a rounding may send a token to another expert.
     """
     if module.DTYPE.itemsize <= 2 or "autocast(" in text:
         return True
@@ -261,10 +261,10 @@ def _computes_as(done: list[Named], whole: list[Named], module: ModuleType, text
 
 
 def _steps_in_parts(module: ModuleType) -> Iterator[frozenset[int]]:
-    """Yield which steps may run in parts: those of some sizes, all of one size alike.
+    """Yield the sets of steps that may run in parts: those of some sizes, all of one size alike.
 
-    Of a size that was not compiled before a graph may be left whole; a rank with fewer sequences
-    than parts has none.
+    A graph of a size not compiled before may be left whole; a rank with fewer sequences than parts
+    yields none.
     """
     least = module.PARTS * module.POSITIONS
     sizes = [size for size in dict.fromkeys(module.TOKENS) if min(size) >= least]
@@ -274,9 +274,10 @@ def _steps_in_parts(module: ModuleType) -> Iterator[frozenset[int]]:
 
 
 def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[Named]]:
-    """Yield what is right where layers are compiled one by one, some in parts and others whole.
+    """Yield the correct results where layers are compiled one by one, some in parts, others whole.
 
-    What does not run so, a layer that returns a loss, is left out: on every rank, by its source.
+    A layer that cannot run in parts, as one that returns a loss, is left out: on every rank, by its
+    source.
     """
     program = module.Program()
     compiled: list[frozenset[str]] = []
@@ -292,7 +293,7 @@ def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[
 
 
 def _roundings(module: ModuleType, text: str) -> list[dict[str, Any]]:
-    """Return in which layers, and with or without gradients, rows may travel in eight bits.
+    """Return the layers and gradient modes in which rows may travel in eight bits.
 
     A layer that is left as it is, or called twice and found once, rounds where others do not.
     """
@@ -312,7 +313,7 @@ def _classes(text: str) -> dict[str, str]:
 
 
 def steps(module: ModuleType, rank: int, backend: Backend) -> tuple[list[Named], str]:
-    """Return what every step computed, and the error that ended them, "" for none."""
+    """Return the results of every step, and the error that ended them, "" for none."""
     if backend == IN_PIECES:
         with dynamo_config.patch(capture_scalar_outputs=False):
             return steps(module, rank, "aot_eager")
@@ -348,7 +349,7 @@ def _drawn(module: ModuleType, num_rows: int, own: torch.Generator) -> torch.Ten
 
 
 def _poison(module: ModuleType, x: torch.Tensor) -> None:
-    """Make the tokens NaN that the program says are."""
+    """Set the tokens that the program names to NaN."""
     kind = getattr(module, "POISON", "none")
     x[:1] = torch.nan if kind != "none" else x[:1]
     x[-1:] = torch.nan if kind == "padding" else x[-1:]
@@ -363,7 +364,7 @@ def _in_parts(
     gradient: torch.Tensor,
     backend: Backend,
 ) -> Named:
-    """Return what differs in a step where its parts run one after another: {} if they do not."""
+    """Return the results of a step whose parts run one after another; {} for any other step."""
     if not isinstance(backend, InParts) or number not in backend.steps:
         return {}
     if module.BACKWARD != "accumulated":
@@ -408,7 +409,7 @@ def _step(
     gradient: torch.Tensor,
     instead: Named,
 ) -> Named:
-    """Run a step and return what it computed, some of it given by name `instead`."""
+    """Run a step and return its results by name; those of `instead` replace its own."""
     kind, backwards = module.BACKWARD, backwards_of(module.BACKWARD, number)
     trained = bool(backwards)
     if kind != "accumulated":
@@ -446,11 +447,11 @@ def _copy(value: Any) -> Any:
 
 
 Named = dict[str, Any]
-"""What one step computed, by name."""
+"""Results of one step by name."""
 
 
 def all_differences(expected: list[Named], actual: list[Named], bound: float) -> list[str]:
-    """Return what differs of steps that both made; `bound` is an error, relative."""
+    """Return the differences of the steps that both ran; `bound` is a relative error."""
     steps = enumerate(zip(expected, actual, strict=False))
     return [f"step {i}: {d}" for i, (a, b) in steps for d in _differences(a, b, bound)]
 

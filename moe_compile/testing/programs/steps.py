@@ -1,15 +1,15 @@
-"""How a step of a generated program runs: back once or several times, whole or in parts.
+"""Steps of a generated program, which go back once or several times, whole or in parts.
 
 Contract
     Some layers run in parts and others whole where a program is compiled in pieces: each
     checkpointed layer by itself, or the layers on one side of a graph break. Gradients of
-    parameters are added up from the first part on, of each backward by itself. A layer that nothing
-    tells of sequences is divided by rows. Of layers that return more than rows nothing is known:
-    `MoreThanRows`.
+    parameters are added up from the first part on, of each backward by itself. A layer without
+    information on sequences is divided by rows. A layer that returns more than rows cannot be
+    divided: `MoreThanRows`.
     A step of all of it runs on one part of the batch after another, eagerly or by a backend of
-    torch. Output and gradients are those of gradient accumulation over the parts; what was
-    accumulated before is added last, as a compiled backward adds up parts by itself. The program is
-    left as it was: its counts, integers and random numbers are those of one run of the whole.
+    torch. Output and gradients are those of gradient accumulation over the parts; gradients
+    accumulated before are added last, as a compiled backward adds up parts by itself. The program
+    is left as it was: its counts, integers and random numbers are those of one run of the whole.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from passes.replay.batch_parts import part_sizes
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step goes back from, and to."""
+    """Values, gradient and input of one step, from which its backward starts."""
 
     values: list[Any]
-    """The result, then what was returned besides."""
+    """The result, then the other returned values."""
     gradient: torch.Tensor
-    """Of the result; that of every other value is one."""
+    """Gradient of the result; that of every other value is one."""
     x: torch.Tensor
     program: nn.Module
 
@@ -47,7 +47,7 @@ class GoBack(Protocol):
 
 
 def backwards_of(kind: str, number: int) -> tuple[GoBack, ...]:
-    """Return how step `number` goes back, of a program whose `BACKWARD` is `kind`."""
+    """Return the backwards of step `number` in a program whose `BACKWARD` is `kind`."""
     if kind == "none" or (kind == "evaluated" and number % 2):
         return ()
     several: dict[str, tuple[GoBack, ...]] = {
@@ -103,11 +103,11 @@ def _gradients(step: Step, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
-"""What a layer makes of rows, its own routing of them included."""
+"""A layer as a function of rows, its routing included."""
 
 
 MOST_LAYERS: Final = 4
-"""Of which each choice of some is tried: fifteen runs."""
+"""Number of layers up to which every subset is tried: fifteen runs."""
 
 
 class MoreThanRows(Exception):
@@ -117,7 +117,7 @@ class MoreThanRows(Exception):
 def some_layers(program: nn.Module) -> Iterator[frozenset[str]]:
     """Yield names of layers with experts, the same on every rank: all, then fewer if not many.
 
-    What has none runs whole where it is compiled by itself.
+    A layer without experts runs whole where it is compiled by itself.
     """
     names = [name for name, layer in program.named_children() if hasattr(layer, "router")]
     if not names:
@@ -128,7 +128,7 @@ def some_layers(program: nn.Module) -> Iterator[frozenset[str]]:
 
 
 def layers_in_a_row(program: nn.Module) -> Iterator[frozenset[str]]:
-    """Yield names of layers one after another, some with experts: what a graph may hold of all."""
+    """Yield runs of consecutive layers, some with experts, that one graph may hold."""
     names = [name for name, _ in program.named_children()]
     for number in range(len(names), 0, -1):
         for first in range(len(names) - number + 1):
@@ -235,7 +235,7 @@ def _plus(kept: torch.Tensor | None, fresh: torch.Tensor | None) -> torch.Tensor
 
 @contextmanager
 def _untouched(program: nn.Module) -> Iterator[None]:
-    """Put back what running `program` changes: buffers, integers, gradients, random numbers."""
+    """Restore buffers, integers, gradients and random state of `program` after the block."""
     buffers = {name: buffer.clone() for name, buffer in program.named_buffers()}
     gradients = {p: p.grad for p in program.parameters()}
     integers = [(vars(m), k, v) for m in program.modules() for k, v in vars(m).items()]

@@ -2,10 +2,10 @@
 
 Contract
     Every drawn program runs eagerly; combinations that torch itself does not take are not drawn.
-    A choice is its plainest more often than any other, so that programs with few features are
+    The plainest member of a choice is drawn most often, so that programs with few features are
     common.
-    Most programs have a layer that is free of what leaves a region whole, alone or beside one that
-    is not: a fault of the rewrite shows only where something is rewritten.
+    Most programs have a layer without choices that leave a region whole, alone or beside a layer
+    with some: a fault of a rewrite shows only where something is rewritten.
 """
 
 from __future__ import annotations
@@ -84,17 +84,17 @@ def few(kind: Iterable[Choice], most: int) -> st.SearchStrategy[frozenset[Choice
 SLOTS_LEFT_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
     {Act.FUNCTION, Act.WHERE, Act.MASKED_FILL, Extra.SENT_READ, Extra.CHECKPOINT, Extra.OWN_NORM}
 )
-"""What leaves a layer with a capacity whole that mixes no experts."""
+"""Choices that leave a layer with a capacity whole and mix no experts."""
 
 FILLING_SLOTS: Final = frozenset({Act.SILU, Act.GELU, Act.SIGMOID})
-"""What a CPU rounds alike where an expert's slots fill whole blocks: sixteen of them do."""
+"""Activations a CPU rounds alike where an expert's slots fill whole blocks, as sixteen do."""
 
 AT_ONCE: Final = (Across.OUTERMOST, Across.BATCHED, Across.MATMUL)
 """Ways that keep experts outermost, as sums of the gradient of a bias need it."""
 
 
 class Formats(NamedTuple):
-    """Widths whose slots fill 64 bytes, without which a CPU's products round by position."""
+    """Widths whose slots fill 64 bytes; with others a CPU's products round by position."""
 
     dtype: str
     width: int
@@ -115,7 +115,7 @@ FORMATS_OF_CAPACITY: Final = (
 
 @st.composite
 def capacities(draw: st.DrawFn, *, dtype: str, whole: bool = False) -> Capacity:
-    """Draw a layer with a capacity; `whole` allows what leaves it whole, but what mixes experts."""
+    """Draw a layer with a capacity; `whole` allows what leaves it whole but mixes no experts."""
     kept = frozenset[enum.Enum]() if whole else SLOTS_LEFT_WHOLE
     act = draw(st.sampled_from([a for a in Act if a not in kept]))
     extras = draw(few([e for e in Extra if e not in kept], 3))
@@ -149,12 +149,12 @@ STYLES: Final = (Style.LOOP, Style.SORTED_LOOP, Style.INDEX_ADD, Style.SEARCHED,
 BESIDE_SLOTS: Final = (
     ("nothing",) * 8 + ("mixed",) * 6 + ("whole",) * 4 + ("experts", "heads", "two") * 2
 )
-"""What stands beside a layer that can be chunked; other experts are plain."""
+"""Layers beside a layer that can be chunked; other experts are plain."""
 
 
 @st.composite
 def layers_with_capacity(draw: st.DrawFn, *, dtype: str) -> tuple[Layer, ...]:
-    """Draw a layer with a capacity that can be chunked, and what stands beside it."""
+    """Draw a layer with a capacity that can be chunked, and perhaps a second layer."""
     first, beside = draw(capacities(dtype=dtype)), draw(st.sampled_from(BESIDE_SLOTS))
     others: dict[str, st.SearchStrategy[Layer]] = {
         "mixed": mixed_capacities(dtype=dtype),
@@ -178,7 +178,7 @@ DETAILS_OF: Final[dict[Style, tuple[Detail, ...]]] = {
     Style.GROUPED: (*(Detail.SUMS_WRITTEN,) * 8, *(Detail.BANK,) * 24, *(Detail.CROSSED,) * 12),
     Style.FUSED: (Detail.SUMS_WRITTEN, Detail.CROSSED) * 8,
 }
-"""What says something in these styles alone, and is drawn more often in them."""
+"""Details that have an effect in these styles only, and are drawn more often in them."""
 
 SELDOM: Final[frozenset[enum.Enum]] = frozenset(
     {
@@ -190,7 +190,7 @@ SELDOM: Final[frozenset[enum.Enum]] = frozenset(
         Reader.SEEN, Reader.NO_DROPOUT, Reader.EXPANDED, Reader.REPEATED, Back.COLUMNS_PUT,
     }
 )  # fmt: skip
-"""What would occur in fewer than 40 rewritten ones of 3,000 programs, and is drawn thrice."""
+"""Choices that would occur in fewer than 40 rewritten programs of 3,000; drawn thrice."""
 
 FILLING: Final = {"bfloat16": 64, "float32": 32, "float64": 16}
 """Widths that fill two vectors of 64 bytes: in others a CPU rounds some operators, and products of
@@ -210,16 +210,16 @@ LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
         Reader.AUTOCAST_SET,
     }
 )  # fmt: skip
-"""What leaves a layer whole that has nothing else (`sweep` has these programs)."""
+"""Choices each of which alone leaves a layer whole (`sweep` has these programs)."""
 
 
 BY_PLACE: Final = frozenset({Detail.OUTER_ROW, Detail.BESIDE})
-"""What a CPU rounds by where rows lie in memory in 4 and 8 bytes a value, and not in 2."""
+"""Details a CPU rounds by the place of rows in memory in 4 and 8 bytes a value, not in 2."""
 
 
 @st.composite
 def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) -> Experts:
-    """Draw an MoE layer; `grouped` allows grouped products, `whole` what leaves it whole."""
+    """Draw an MoE layer; `grouped` allows grouped products, `whole` choices that leave it whole."""
     kept = LEAVES_WHOLE if dtype == "bfloat16" else LEAVES_WHOLE | BY_PLACE
 
     def among(kind: Iterable[Choice]) -> list[Choice]:
@@ -263,7 +263,7 @@ def experts(draw: st.DrawFn, *, dtype: str, grouped: bool, whole: bool = False) 
 def programs(draw: st.DrawFn, layers: str = "") -> Program:
     """Draw a program, for two ranks but where rows are to come in two hops.
 
-    `layers` is a key of `PROGRAMS_OF`, "" for what is drawn.
+    `layers` is a key of `PROGRAMS_OF`, "" for a drawn one.
     """
     return legal(draw(PROGRAMS_OF[layers or draw(st.sampled_from(KINDS))]))
 
@@ -295,10 +295,10 @@ REWRITES_DRAWN: Final = (
     *[*Rewrite] * 4, *[Rewrite.FP8] * 24, *[Rewrite.TOKENS] * 26, *[Rewrite.PARTS] * 16,
     *[Rewrite.THREE_PARTS] * 6, *[Rewrite.GATHERED] * 2,
 )  # fmt: skip
-"""Those that only some programs allow, or that leave many whole, more often."""
+"""Rewrites, with those that few programs allow, or that leave many whole, repeated."""
 
 BESIDE: Final = ("nothing",) * 14 + ("whole",) * 14 + ("decoy",) * 8 + ("heads",) * 5 + ("alone",)
-"""What stands beside a layer that can be chunked; "alone" is any layer without one."""
+"""Layers beside a layer that can be chunked; "alone" is any layer by itself."""
 
 READERS_OF_ONE_LAYER: Final = (
     *[frozenset[Reader]()] * 4,
@@ -316,8 +316,8 @@ READERS_OF_ONE_LAYER: Final = (
         )
     ],
 )
-"""What a program's only layer reads besides: a check fails in such programs alone, and a layer that
-gradients of three terms leave whole must have nothing else that does, or a fault is hidden."""
+"""Readers of a program's only layer: a check fails in such programs alone. A layer that gradients
+of three terms leave whole must have no other cause, or a fault is hidden."""
 
 
 @st.composite
@@ -332,7 +332,7 @@ def _layers(draw: st.DrawFn, *, dtype: str, grouped: bool) -> tuple[Layer, ...]:
     if beside == "whole":
         layers.append(draw(_left_whole()))
     elif beside == "decoy":
-        # one, or several: these occur more often, but hide a fault with one of them
+        # one or several: several make rare choices frequent, but hide a fault of one of them
         least, most = draw(st.sampled_from([(1, 1), (5, 8), (5, 8)]))
         decoys = draw(st.frozensets(st.sampled_from(Decoy), min_size=least, max_size=most))
         layers.append(
@@ -353,7 +353,7 @@ def _layers(draw: st.DrawFn, *, dtype: str, grouped: bool) -> tuple[Layer, ...]:
 
 @st.composite
 def _left_whole(draw: st.DrawFn) -> Experts:
-    """Draw a layer that is plain but for one choice that leaves it whole, or for several."""
+    """Draw a layer that is plain but for one or several choices that leave it whole."""
     if not draw(st.integers(0, 2)):  # several hide a fault with one of them
         kept = [member for kind in CHOICES_OF_EXPERTS for member in _whole(kind)]
         return with_choice(Experts(top_k=2), draw(st.sampled_from(kept)))
@@ -387,7 +387,7 @@ def _weighted(members: Iterable[Choice]) -> list[Choice]:
 
 
 def _readers(kind: list[Reader]) -> st.SearchStrategy[frozenset[Reader]]:
-    """Draw none, few or several, but a check that fails."""
+    """Draw none, few or several readers, without the failing check."""
     drawn = st.sampled_from([reader for reader in kind if reader is not Reader.FAILING_CHECK])
     few, several = (st.frozensets(drawn, min_size=a, max_size=b) for a, b in ((1, 2), (3, 5)))
     return st.one_of(st.just(frozenset()), few, several, several)
@@ -407,7 +407,7 @@ KINDS: Final = ("experts",) * 14 + ("capacity",) * 4
 def around(
     draw: st.DrawFn, layers: tuple[Layer, ...], format: tuple[str, int, int], *, even: bool
 ) -> Program:
-    """Draw a program of these layers, of a type of values, a width and a hidden one."""
+    """Draw a program of these layers; `format` is the dtype, the width and the hidden width."""
     dtype, width, hidden = format
     return Program(
         layers=layers, width=width, hidden=hidden, dtype=dtype,

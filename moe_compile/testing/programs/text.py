@@ -1,4 +1,4 @@
-"""A generated program as Python source, complete: run it to see what differs from eager.
+"""A generated program as Python source, complete: run it to see the differences from eager.
 
 Contract
     `source_of` is a function of the program alone; equal programs have equal text.
@@ -163,7 +163,7 @@ EXCHANGES: Final = (
     ("exchange_halved(", _written("Halved", "halved", result="out * 0.5")),
     ("exchange_by_handle(", _written("ByHandle", "by_handle", HANDLE)),
 )
-"""How a layer calls an exchange, and the source that defines it."""
+"""The text by which a layer calls an exchange, and the source that defines the exchange."""
 
 
 HEAD: Final = """\
@@ -240,25 +240,25 @@ if __name__ == "__main__":
 """
 
 OF_UNKNOWN_LENGTH: Final = frozenset({Tally.BINCOUNT_CUT, Tally.BINCOUNT_VIEWED, Tally.UNIQUE})
-"""Counts that make tensors whose length the data says."""
+"""Counts that make tensors whose length depends on the data."""
 
 BOUNDS: Final = dict.fromkeys((Rewrite.TOKENS, *sorted(NODE_SUMMING, key=str)), 0.05)
-"""Relative errors of what rounds sums otherwise: in slices of tokens, weights' gradients; on nodes,
-sums per token."""
+"""Relative errors of rewrites that round sums differently: weights' gradients in slices of tokens,
+sums per token on nodes."""
 
 FLAT_BOUNDS: Final = {Rewrite.HOP_SLICES: BOUNDS[Rewrite.TOKENS]}
-"""The same where rows that were to come in two hops do not: in one, slices of tokens round."""
+"""The same where rows come in one hop after all: slices of tokens then round."""
 
 BOUND_OF_LOSSES: Final = 1e-4
-"""Relative error of what has losses, in parts of the batch: these are sums of the parts' sums, and
-their gradients not those of accumulation but the whole's, terms in another order."""
+"""Relative error of programs with losses in parts of the batch: a loss adds up the sums of parts,
+and its gradient is that of the whole, with terms in another order."""
 
 BOUND_OF_CALLS: Final = 2.0**-7
-"""The same of parameters that several checkpointed calls share, each by itself in parts: one
+"""Relative error of parameters that several checkpointed calls share, each by itself in parts: one
 rounding of bfloat16."""
 
 BOUND_OF_HEADS: Final = 0.05
-"""Relative error of attention that rounds otherwise in groups of heads."""
+"""Relative error of attention that rounds differently in groups of heads."""
 
 
 def source_of(program: Program) -> str:
@@ -323,7 +323,7 @@ def _settings(program: Program) -> str:
 
 
 def _images(program: Program) -> list[str]:
-    """Return the line that says in which steps the first layer runs, where it does in some."""
+    """Return the line that lists the steps in which the first layer runs, [] if it always runs."""
     if program.running is Running.ALWAYS:
         return []
     runs = [i == 0 or (program.seed + i) % 3 > 0 for i in range(len(program.tokens))]
@@ -331,7 +331,7 @@ def _images(program: Program) -> list[str]:
 
 
 def _poison(program: Program) -> list[str]:
-    """Return the line that says which tokens are NaN, if any are."""
+    """Return the line that lists the NaN tokens, [] without any."""
     kind = program.poison
     return [f'POISON = "{kind.name.lower()}"'] if kind is not Poison.NONE else []
 
@@ -340,8 +340,7 @@ def _is_mirrored(program: Program) -> bool:
     """Whether one process can stand for all ranks: they have as many tokens in every step.
 
     Gathered tokens are those of all ranks, of which a rank takes its own rows; a mirror gathers
-    nothing. Another group is
-    made by all ranks, and a mirror has no sums over ranks.
+    nothing. A second group needs all ranks, and a mirror has no sums over ranks.
     """
     if program.rewrite is Rewrite.GATHERED or program.groups is not Groups.WORLD:
         return False

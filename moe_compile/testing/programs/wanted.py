@@ -1,13 +1,13 @@
-"""Programs of which something is wanted: a rewrite by name, or choices that a record lacks.
+"""Programs drawn for a purpose: a rewrite by name, or choices that a record lacks.
 
 Contract
-    `asked_programs`: what stands around the rows keeps most layers out of two hops, and most graphs
+    `asked_programs`: operations around the rows keep most layers out of two hops, and most graphs
     whole. So two thirds of the programs that ask for hops or parts have little that reads or sends
     more than rows and their sums. Those in parts have attention over sequences beside their
     experts, and more tokens.
-    `wanted_programs` is a function of the seed and of what was covered before and since. What
-    leaves a layer whole stands in a layer of its own, beside one that can be rewritten. Where no
-    program of some tries has what is lacking, there are no more.
+    `wanted_programs` is a function of the seed and of the coverage before and since. A choice that
+    leaves a layer whole stands in a layer of its own, beside one that can be rewritten. The
+    programs end when no program in a number of tries has a lacking choice.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from moe_compile.testing.programs.strategy import (
 )
 
 SENDS_MORE: Final = frozenset({Detail.PROBS_TRAVEL, Detail.SURE, Detail.ONE_NUMBER})
-"""What travels beside the rows, or instead of them."""
+"""Details by which tensors travel beside the rows, or in place of them."""
 
 FOLLOWED: Final = frozenset(
     {
@@ -84,10 +84,10 @@ FOLLOWED: Final = frozenset(
         Reader.REPEATED,
     }
 )  # fmt: skip
-"""What the plainer programs may read besides."""
+"""Readers that the plainer programs may have."""
 
 SORTS: Final = frozenset({Order.ARGSORT, Order.SORT})
-"""Orders that are followed whatever puts rows back."""
+"""Orders that passes follow whichever way rows are put back."""
 
 WITHINS: Final = (
     *[within for within in Within if within not in MIXES_SEQUENCES] * 3,
@@ -130,7 +130,7 @@ def _in_sequences(draw: st.DrawFn, program: Program) -> Program:
 
 
 def _proven(layer: Layer) -> Layer:
-    """Return a layer of experts without what leaves it whole, or stands in a loop of its own."""
+    """Return a layer of experts without the choices that leave it whole."""
     if isinstance(layer, Attention | Capacity):
         return Experts(top_k=2)
     if not isinstance(layer, Experts):
@@ -143,7 +143,7 @@ def _proven(layer: Layer) -> Layer:
 
 
 def _plainer(layer: Layer) -> Layer:
-    """Return a layer of experts of which nothing but its rows and their sums is read or sent."""
+    """Return a layer of experts that sends only rows, and whose readers read rows and sums."""
     if not isinstance(layer, Experts):
         return layer
     return replace(
@@ -156,7 +156,7 @@ def _plainer(layer: Layer) -> Layer:
 
 
 MOST: Final = 3
-"""Lacking choices that are drawn for a layer, besides that which its program is for."""
+"""Lacking choices drawn for a layer, besides the choice that its program is for."""
 
 TRIES: Final = 300
 """Programs made for one that is run: some choices are legal beside some others alone."""
@@ -165,18 +165,18 @@ AROUND: Final = (Routing, Groups, Sharing, Backward, Wrapping, Running, Poison)
 """Kinds of choices of a whole program that go with any layers."""
 
 IN_PARTS: Final = (Weighing, Unsort, Loss, Find, Put, Cut)
-"""Kinds of choices of experts that a graph in parts of the batch has, besides what it reads."""
+"""Kinds of choices of experts that a graph in parts of the batch may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Choices by how many programs of each are lacking, and random numbers."""
+    """The number of programs that each choice lacks, and a source of random numbers."""
 
     lacking: dict[enum.Enum, int]
     random: Random
 
     def some(self, kinds: Collection[type[enum.Enum]], most: int) -> list[enum.Enum]:
-        """Return up to `most` distinct choices of these kinds, those that lack more more often."""
+        """Return up to `most` distinct choices of these kinds, weighted by what each lacks."""
         left = {choice: n for choice, n in self.lacking.items() if type(choice) in kinds}
         return self._drawn(left, most)
 
@@ -189,8 +189,7 @@ class _Wanted:
         return found
 
     def _any(self, kinds: Collection[type[enum.Enum]]) -> list[enum.Enum]:
-        """Return up to two choices of these kinds, whatever is lacking, that leave no layer whole:
-        what is seldom meets what is not."""
+        """Return up to two choices that leave no layer whole: rare ones meet common ones."""
         members = [choice for kind in kinds for choice in kind if not _leaves_whole(choice)]
         return self.random.sample(members, self.random.randrange(3))
 
@@ -252,7 +251,7 @@ class _Wanted:
     def _layers(
         self, plain: LayerOfExperts, first: enum.Enum, kinds: Collection[type[enum.Enum]]
     ) -> tuple[Layer, ...]:
-        """Return a layer with some choices, and one more with what would leave it whole."""
+        """Return a layer with some choices; a second layer has those that would leave it whole."""
         asked: list[enum.Enum] = [first] if type(first) in kinds else []
         drawn: list[enum.Enum] = self.some(kinds, self.random.randint(1, MOST))
         chosen: list[enum.Enum] = list(dict.fromkeys([*self._any(kinds), *drawn, *asked]))
@@ -264,7 +263,7 @@ class _Wanted:
 
 
 def wanted_programs(seed: int, covered: Coverage) -> Iterator[Program]:
-    """Yield programs as long as `covered`, to which those that ran are added, lacks choices."""
+    """Yield programs as long as `covered`, which the caller updates, lacks choices."""
     random = Random(seed)
     while lacking := {c: n for c in choices() if (n := covered.lacks(feature(c)))}:
         names = {*map(feature, lacking)}
@@ -290,7 +289,7 @@ def _with_choices(layer: LayerOfExperts, chosen: list[enum.Enum]) -> LayerOfExpe
 
 
 def _of_width(program: Program) -> Program:
-    """Return `program` with widths that fill vectors, in a type that its products are of."""
+    """Return `program` with widths that fill vectors, in a type that its products allow."""
     if any(layer.style in GROUPED_PRODUCTS for layer in program.experts):
         program = changed(program, "dtype", "bfloat16")
     width = FILLING[program.dtype]
