@@ -1,4 +1,4 @@
-"""The surroundings of an attention operator: the next collectives, the choice of its backend.
+"""The neighbours of an attention operator: the next collectives, the choice of its backend.
 
 Contract
     Questions about one graph, answered from its structure; nothing is edited.

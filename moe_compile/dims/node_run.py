@@ -2,7 +2,8 @@
 
 Contract
     The node runs once, on the fake tensors that the tracer stored of its inputs. The rules of
-    operators are in one table, `dims/operators.py`; an operator that is not there raises Lost.
+    operators are in one table, `dims/operators.py`; an operator that is not there is decomposed as
+    torch does, or raises Lost. The caller sets the modes of the node's place, as autocast.
     A node that draws random numbers, or calls a function that is not torch's, raises Lost.
 """
 

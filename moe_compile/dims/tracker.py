@@ -1,8 +1,9 @@
 """The factors of the values of one region or graph, through its operators.
 
 Contract
-    A node is followed by the aten operators that it runs (`dims/operators.py`), except exchanges,
-    waits, and items of several results. A node that cannot be followed raises Lost.
+    A node is followed by the aten operators that it runs (`dims/operators.py`) under the modes of
+    its place in the graph, except exchanges, waits, and items of several results. A node that
+    cannot be followed raises Lost.
     Sizes are numbers, or numbers that stand for products of symbols; any other raises Lost.
     `is_movement` names the operators that only move data; regions of attention have no others.
     A value has the indices of a factor all, in a dimension, or one, which `picks` names, as in a
