@@ -1,9 +1,9 @@
 """A program that fails to compile once it is rewritten is compiled as it was written.
 
 Contract
-    This holds for any error of AOTAutograd and the code generator. Errors of ours, and exceptions
-    by which Dynamo traces anew or goes on without a graph, pass through. So does every error under
-    `strict`.
+    This holds for any error of AOTAutograd, the code generator and a check of ours. Errors that the
+    user can correct, and exceptions by which Dynamo traces anew or goes on without a graph, pass
+    through. So does every error under `strict`.
     The failure is warned of and stands in the journal, and ranks compare it: ranks that compiled
     their rewritten program run it as written too.
 """
@@ -18,7 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from moe_compile.errors import MegaMoEError
+from moe_compile.errors import InvalidConfig, RankDisagreement, RegionRefused
 from moe_compile.journal.entries import Dropped
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
@@ -27,7 +27,13 @@ LOG: Final = logging.getLogger(__name__)
 
 COMPILATION: Final = "compilation"
 """Name of the step in the journal, in the place of a pass."""
-LEFT_TO_DYNAMO: Final = (MegaMoEError, TorchDynamoException, GuardOnDataDependentSymNode)
+PASS_THROUGH: Final = (
+    InvalidConfig,
+    RankDisagreement,
+    RegionRefused,
+    TorchDynamoException,
+    GuardOnDataDependentSymNode,
+)
 
 Compiled = Callable[..., Any]
 
@@ -43,7 +49,7 @@ def compiled_or_as_written(
     """
     try:
         return compile_rewritten(), False
-    except LEFT_TO_DYNAMO:
+    except PASS_THROUGH:
         raise
     except Exception as error:
         if compile_whole is None or state.config.strict:
