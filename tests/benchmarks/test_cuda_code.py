@@ -324,6 +324,51 @@ def generated(folder, name, chunks):
     return findings_in(folder)
 
 
+def storages(tensors):
+    return {tensor.storage for tensor in tensors}
+
+
+def made_wrong(text):
+    """Yield what is wrong, and code in which it is: each thing that can be, at each launch."""
+    lines, calls = text.splitlines(keepends=True), read_wrapper(text).calls
+
+    def without(numbers):
+        return [line for number, line in enumerate(lines, 1) if number not in numbers]
+
+    def moved(number, behind):
+        place = behind - (number < behind)
+        return [*without([number])[:place], lines[number - 1], *without([number])[place:]]
+
+    for number, launch in enumerate(calls):
+        if launch.kind is not Kind.LAUNCH:
+            continue
+        received = storages(launch.writes)
+        touching = [c for c in calls[number + 1 :] if received & storages(c.reads)]
+        waits = [call for call in touching if call.kind is Kind.WAIT]
+        reader = next(call for call in touching if call.kind is not Kind.WAIT)
+        writer = [c for c in calls[:number] if storages(launch.reads) & storages(c.writes)][-1]
+        yield "never waited for", without([wait.line for wait in waits])
+        yield "read before the wait", moved(reader.line, behind=launch.line)
+        yield "sent before it is made", moved(launch.line, behind=writer.line - 1)
+        yield "made while it is sent", moved(writer.line, behind=launch.line)
+        if len(waits) == 1:
+            yield "waited for once it was read", moved(waits[0].line, behind=reader.line)
+        indent = " " * (len(lines[launch.line - 1]) - len(lines[launch.line - 1].lstrip()))
+        for name in {tensor.buffer for tensor in launch.reads}:
+            written = f"{indent}extern_kernels.mm({name}, {name}, out={name})\n"
+            yield "written in flight", [*lines[: launch.line], written, *lines[launch.line :]]
+
+
+def check_that_wrong_code_is_found(folder):
+    """More than two hundred in the three layers below."""
+    for phase in ("forward", "backward"):
+        text = (folder / f"{phase}.py").read_text()
+        made = list(made_wrong(text))
+        assert len(made) >= 5 * sum(c.kind is Kind.LAUNCH for c in read_wrapper(text).calls) > 0
+        for what, lines in made:
+            assert list(faults(read_wrapper("".join(lines)))), what
+
+
 @pytest.mark.slow
 @needs_a_compiler
 @pytest.mark.parametrize(
@@ -349,6 +394,7 @@ def test_code_of_a_chunked_layer_keeps_the_schedule_and_reads_the_host_once(tmp_
         assert not one.faults
         assert one.order.count("L") == (2 * chunks + (phase == "forward"))
         assert ("a" in one.order) is (not name.startswith("layer"))
+    check_that_wrong_code_is_found(tmp_path)
 
 
 @pytest.mark.slow
