@@ -41,7 +41,7 @@ from moe_compile.codegen import (
     plan_of,
     settings_switched_off,
 )
-from moe_compile.config import OFF, MegaMoEConfig
+from moe_compile.config import OFF, MegaMoEConfig, what_to_lower
 from moe_compile.errors import InvalidConfig, RegionRefused
 from moe_compile.failed_compilation import compiled_or_as_written
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
@@ -139,7 +139,12 @@ def megamoe(
         is_promised=config.equal_tokens,
         left=with_change(str(left), left.reason) if (left := state.journal.first_left()) else "",
     )
-    return agreed_callable(compiled, programs, compile_whole if plan else None)
+    return agreed_callable(
+        compiled,
+        programs,
+        compile_whole if plan else None,
+        what_to_lower(config) if compilation.has_regions else "",
+    )
 
 
 def _capture_host_reads() -> None:

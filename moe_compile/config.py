@@ -355,3 +355,26 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
             f"megamoe.{name} is {value!r}; write one of {', '.join(choices)}."
             + (nearest(value, choices) if isinstance(value, str) else "")
         )
+
+
+def what_to_lower(config: MegaMoEConfig) -> str:
+    """Return which options make a program hold more memory than as written, and what to write.
+
+    "" where none does.
+    """
+    told = []
+    if config.schedule and config.max_memory_increase > 0:
+        told.append(
+            f"max_memory_increase = {config.max_memory_increase} lets the schedule hold that share "
+            "more than the program as written (write 0)"
+        )
+    if config.recompute == "save_exchanges":
+        told.append(
+            "recompute = 'save_exchanges' keeps received rows that the model computes again (write "
+            "'model', with equal_tokens)"
+        )
+    if config.dispatch != "all_to_all":
+        told.append("dispatch = 'all_gather' holds the tokens of all ranks (write 'all_to_all')")
+    if config.nodes != "off":
+        told.append("nodes holds the tokens of a node twice (write 'off')")
+    return "; ".join(told)

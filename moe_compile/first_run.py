@@ -129,10 +129,12 @@ def agreed_callable(
     compiled: Compiled,
     programs: Mapping[str, CompiledProgram],
     compile_whole: Callable[[], Compiled] | None,
+    to_lower: str = "",
 ) -> Compiled:
     """Return a callable that runs `compiled` once all ranks may, or the result of `compile_whole`.
 
-    `compile_whole` is None for a callable that already runs as the user wrote it.
+    `compile_whole` is None for a callable that already runs as the user wrote it. `to_lower` are
+    the options that an error of too little memory names, in a note.
     """
     agreed = _Agreed(compiled, programs, compile_whole)
 
@@ -148,8 +150,7 @@ def agreed_callable(
         try:
             results = agreed.current(*arguments)
         except RuntimeError as error:
-            if agreement is not None:
-                agreement.name(error, agreed.calls if is_first else ())
+            _add_notes(error, agreement, agreed.calls if is_first else (), to_lower)
             raise
         refuse_second_order(results)
         if is_first and agreement is not None:
@@ -157,6 +158,16 @@ def agreed_callable(
         return results
 
     return run
+
+
+def _add_notes(
+    error: RuntimeError, agreement: Agreement | None, calls: Calls, to_lower: str
+) -> None:
+    """Add to an error of a run which options hold memory, or which ranks did not come."""
+    if to_lower and isinstance(error, torch.OutOfMemoryError):
+        error.add_note(f"megamoe: what holds more memory here: {to_lower}")
+    if agreement is not None:
+        agreement.name(error, calls)
 
 
 def _compare_backward(agreement: Agreement, calls: Calls, results: Any) -> None:

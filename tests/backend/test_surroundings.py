@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_compile import backend
 from moe_compile.backend import rewrite
-from moe_compile.config import MegaMoEConfig
+from moe_compile.config import MegaMoEConfig, what_to_lower
+from moe_compile.first_run import agreed_callable
 from moe_compile.report.process_report import REPORT
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
@@ -89,3 +90,20 @@ def test_a_thread_that_trains_captures_host_reads_too(mirrored_ranks):
         assert second == ["chunked"]
         assert bool(said) is (not first)
         assert all("thread 'training'" in text for text in said)
+
+
+def too_large(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_an_error_of_too_little_memory_names_the_options_that_hold_more():
+    told = what_to_lower(MegaMoEConfig(nodes="exact"))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        agreed_callable(too_large, {}, None, told)()
+    (note,) = caught.value.__notes__
+    assert "max_memory_increase = 0.3 lets" in note and "nodes holds" in note
+    nothing = MegaMoEConfig(schedule=False, recompute="model")
+    assert what_to_lower(nothing) == ""
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        agreed_callable(too_large, {}, None)()
+    assert not hasattr(caught.value, "__notes__")
