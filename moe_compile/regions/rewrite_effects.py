@@ -38,7 +38,7 @@ from moe_compile.regions.rewrites import Aftermath, Effects, Replacement
 def find_effects(rewrites: Sequence[Replacement]) -> Aftermath:
     """Return the effects of these rewrites of regions on the graph."""
     if not rewrites:
-        return Aftermath(around={}, dead=())
+        return Aftermath(effects={}, dead=())
     legality = rewrites[0].region.facts.legality
     found: dict[str, Effects | Left] = {}
     for rewrite in rewrites:
@@ -52,7 +52,7 @@ def find_effects(rewrites: Sequence[Replacement]) -> Aftermath:
             break
         found.update(escaping)
     found.update(together.read_hosts())
-    return Aftermath(around=found, dead=tuple(together.dead()))
+    return Aftermath(effects=found, dead=tuple(together.dead()))
 
 
 def _check_motion(rewrite: Replacement, legality: Legality) -> Left | None:

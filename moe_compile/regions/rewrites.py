@@ -82,7 +82,7 @@ class Effects:
 class Aftermath:
     """The effects on a graph of rewrites applied together."""
 
-    around: Mapping[str, Effects | Left]
+    effects: Mapping[str, Effects | Left]
     """The effects or the refusal, by the region's name."""
     dead: tuple[fx.Node, ...]
     """Nodes that nothing needs any more, in graph order."""
