@@ -161,7 +161,7 @@ class _Together:
             region = rewrite.region
             reads = _host_reads(region)
             alive = [n for n in reads if n not in dead and n not in self._served]
-            read_at = region.result if rewrite.reads_late else self._first_read(region, reads)
+            read_at = region.result if rewrite.at_result else self._first_read(region, reads)
             bulk = _never_negative(reads, rewrite.proof)
             may_serve = [n for n in alive if n in bulk and n not in rewrite.not_served]
             served, moved = self._servable(may_serve, read_at, dead)

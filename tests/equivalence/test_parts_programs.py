@@ -94,6 +94,7 @@ COUNTED = Experts(
 )  # fmt: skip
 REPEATED = Experts(top_k=2, readers=frozenset({Reader.EXPANDED, Reader.REPEATED}))
 COMMON = {
+    "under autocast": program(Within.PLAIN, wrapping=Wrapping.AUTOCAST, dtype="float32"),
     "a counter gets the counts of all parts once, of each call": program(
         Within.PLAIN, experts=COUNTED, sharing=Sharing.WEIGHTS
     ),
@@ -107,7 +108,7 @@ COMMON = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but([*COMMON][:2], COMMON))
+@pytest.mark.parametrize("name", slow_but([*COMMON][:3], COMMON))
 def test_common_forms_equal_accumulation(name):
     judgement = judged(COMMON[name])
     assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail

@@ -249,7 +249,6 @@ def _rewrite(draft: Draft, drafts: Iterable[Draft]) -> Replacement:
         proof=draft.proof,
         replaced=draft.region.result,
         also_replaced=draft.region.results[:-1],
-        counts_first=True,
         enters_autocast=True,
         sliced=_sliced(draft),
     )

@@ -109,7 +109,7 @@ def gathering(
         behind=(region.result, *found.after, *found.sums.tail),
         others=(found.gather, region.count_exchange, *waits_on(region.count_exchange)),
         read_once=tuple((factor, found.readers(factor)) for factor in found.factors),
-        reads_late=True,
+        at_result=True,
         not_served=frozenset(node for other in elsewhere for node in other.count_side),
     )
 

@@ -9,7 +9,6 @@ Contract
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -21,7 +20,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.traced_nodes import Layers
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.open_sorts import make_stable
-from moe_compile.graph.query import source_place, tensor_of
+from moe_compile.graph.query import bytes_of_row, source_place, tensor_of
 from moe_compile.plan.planned import Findings, FoundExperts, PlannedExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.row_proof import prove_rows_independent
@@ -92,20 +91,13 @@ def _found(region: MoERegion, config: MegaMoEConfig) -> FoundExperts:
         where=source_place(region.dispatch),
         num_host_reads=count_host_reads(region),
         rows=rows,
-        row_bytes={name: _bytes_of_row(tensor) for name, tensor in rows.items()},
+        row_bytes={name: bytes_of_row(tensor) for name, tensor in rows.items()},
     )
 
 
 def _payload(launch: fx.Node) -> torch.Tensor | None:
     (payload, *_) = launch.all_input_nodes
     return tensor_of(payload)
-
-
-def _bytes_of_row(rows: torch.Tensor | None) -> int:
-    widths = () if rows is None else rows.shape[1:]
-    if rows is None or any(isinstance(width, torch.SymInt) for width in widths):
-        return 0
-    return math.prod(widths) * rows.element_size()
 
 
 class _Form(NamedTuple):

@@ -98,7 +98,6 @@ def replacement_by_two_hops(
             behind=(region.result, *found.after, *found.sums.tail),
             others=(found.gather, *form.told),
             read_once=tuple((factor, found.readers(factor)) for factor in found.factors),
-            counts_first=True,
             sliced=sliced,
         )
     return Replacement(
@@ -107,7 +106,6 @@ def replacement_by_two_hops(
         replaced=region.result,
         also_replaced=replaces_counts,
         others=form.told,
-        counts_first=True,
         sliced=sliced,
     )
 
