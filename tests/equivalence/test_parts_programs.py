@@ -94,7 +94,6 @@ COUNTED = Experts(
 )  # fmt: skip
 REPEATED = Experts(top_k=2, readers=frozenset({Reader.EXPANDED, Reader.REPEATED}))
 COMMON = {
-    "under autocast": program(Within.PLAIN, wrapping=Wrapping.AUTOCAST, dtype="float32"),
     "a counter gets the counts of all parts once, of each call": program(
         Within.PLAIN, experts=COUNTED, sharing=Sharing.WEIGHTS
     ),
@@ -105,10 +104,11 @@ COMMON = {
         Within.NORM,
         experts=Experts(top_k=2, style=Style.GROUPED, unsort=Unsort.EMPTY, counts=Counts.GATHERED),
     ),
+    "under autocast": program(Within.PLAIN, wrapping=Wrapping.AUTOCAST, dtype="float32"),
 }
 
 
-@pytest.mark.parametrize("name", slow_but([*COMMON][:3], COMMON))
+@pytest.mark.parametrize("name", slow_but([*COMMON][:2], COMMON))
 def test_common_forms_equal_accumulation(name):
     judgement = judged(COMMON[name])
     assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
