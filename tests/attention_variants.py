@@ -81,7 +81,22 @@ class FixedMask(SplitAttention):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=far, enable_gqa=True)
 
 
-VARIANTS = (NamedArguments, NamedExchange, SlopesInFeatures, SlopesBesideResult, FixedMask)
+class UnderAutocast(SplitAttention):
+    """Heads travel in float32; autocast decides the type of the attention.
+
+    Projections stand outside: autocast would cast an input once eagerly, and twice compiled.
+    """
+
+    def forward(self, x):
+        operands = self.project(x)
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            o = self.attend(*self.exchange(*operands))
+            return self.output(to_positions(o, self.group))
+
+
+VARIANTS = (
+    UnderAutocast, NamedArguments, NamedExchange, SlopesInFeatures, SlopesBesideResult, FixedMask,
+)  # fmt: skip
 
 
 class HeadsOfFive(SplitAttention):

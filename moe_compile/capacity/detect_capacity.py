@@ -117,17 +117,18 @@ def _region(
     result, dependence = waits[-1], facts.dependence
     between = dependence.below([dispatch]) & dependence.above([result], stops=[dispatch])
     body = dependence.in_order(between)
-    tracker = Tracker(facts.modes)
+    tracker, lost = Tracker(facts.modes), dict[fx.Node, Lost]()
     try:
-        _follow(tracker, body)
+        _follow(tracker, body, lost)
         experts = _experts(tracker)
         return prove(name, tracker, experts, body, facts) if experts else None
-    except Lost as lost:
-        why, detail = Reason.EXPERTS_LOST, str(lost)
+    except Lost as error:
+        why, detail = Reason.EXPERTS_LOST, str(error)
     except Left as refusal:
         why, detail = refusal.reason, refusal.detail
-    rows = dispatch.all_input_nodes[0]
-    is_meant = any(holds(dim, one) for one in _experts(tracker) for dim in _dims(tracker, rows))
+    starts = (dispatch.all_input_nodes[0], *lost)
+    received = [dim for node in starts for dim in _dims(tracker, node)]
+    is_meant = any(holds(dim, one) for one in _experts(tracker) for dim in received)
     if not is_meant and are_experts_of_unknown_size(body):
         why, detail = Reason.CAPACITY_AT_RUN_TIME, ""
     elif not is_meant:
@@ -135,17 +136,20 @@ def _region(
     return Verdict(candidate=name, reason=why, detail=detail, is_region=True)
 
 
-def _follow(tracker: Tracker, body: list[fx.Node]) -> None:
-    lost: Lost | None = None
+def _follow(tracker: Tracker, body: list[fx.Node], lost: dict[fx.Node, Lost]) -> None:
+    """Follow factors through `body`; note what is Lost in `lost`, then raise the first of it.
+
+    Factors begin anew below a lost node: nodes there may show that a region was meant.
+    """
     for node in body:
         if is_launch(node) and node is not body[0] and not is_even_exchange(node):
             raise Left(Reason.COMMUNICATES, operator_at(node))
         try:
             tracker.follow(node)
-        except Lost as error:  # nodes further down may show that a region was meant
-            lost = lost or error
-    if lost is not None:
-        raise lost
+        except Lost as error:
+            lost[node] = error
+    if lost:
+        raise next(iter(lost.values()))
 
 
 def _dims(tracker: Tracker, node: fx.Node) -> Dims:

@@ -36,9 +36,9 @@ from moe_compile.testing.programs.choices import (
     Wrapping,
 )
 from moe_compile.testing.programs.grammar import (
-    HOPPING,
     NUM_NODES,
     NUM_RANKS,
+    TWO_HOPS,
     Attention,
     Capacity,
     Experts,
@@ -153,7 +153,7 @@ def items_for(num_ranks: int) -> Iterator[Item]:
     if num_ranks > NUM_RANKS:
         for name in ON_ALL_RANKS:
             program = PROGRAMS[name]
-            if program.rewrite not in HOPPING or num_ranks % NUM_NODES == 0:
+            if program.rewrite not in TWO_HOPS or num_ranks % NUM_NODES == 0:
                 yield _item(f"{name}, {num_ranks} ranks", on_ranks(legal(program), num_ranks))
 
 

@@ -7,6 +7,7 @@ Contract
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path, PurePath
 from typing import Any, Final
@@ -193,6 +194,14 @@ def known_rows(node: fx.Node) -> int:
     """Return the length of the first dimension where it is known when compiling, else 0."""
     tensor = tensor_of(node)
     return tensor.shape[0] if tensor is not None and type(tensor.shape[0]) is int else 0
+
+
+def bytes_of_row(rows: torch.Tensor | None) -> int:
+    """Return the bytes of an entry along the first dimension; 0 of no tensor or unknown sizes."""
+    sizes = [] if rows is None else rows.shape[1:]
+    if rows is None or not all(type(size) is int for size in sizes):
+        return 0
+    return math.prod(sizes) * rows.element_size()
 
 
 def is_assertion(node: fx.Node) -> bool:

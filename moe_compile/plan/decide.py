@@ -45,7 +45,7 @@ class Gathering:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hopping:
+class TwoHops:
     """The messages of a region in two hops, and whether its results may round."""
 
     shape: HopShape
@@ -63,15 +63,15 @@ def decide_experts(
     hardware: HardwareProfile,
     layer: TracedNodes | None = None,
     gathering: Gathering | None = None,
-    hopping: Hopping | None = None,
+    two_hops: TwoHops | None = None,
     never_packed: frozenset[str] = frozenset(),
 ) -> Decision | None:
     """Return the decision for a MoE region in its `layer`, or in all of its graph.
 
-    Without `gathering` its tokens cannot be gathered, without `hopping` not sent in two hops;
+    Without `gathering` its tokens cannot be gathered, without `two_hops` not sent in two hops;
     `never_packed` are those of `dispatch` and `combine` whose rows must not be rounded.
     """
-    if not asks_planner(config, can_gather=gathering is not None, can_hop=hopping is not None):
+    if not asks_planner(config, can_gather=gathering is not None, can_hop=two_hops is not None):
         return None
     if isinstance(found.proof, Left):
         return None
@@ -80,16 +80,16 @@ def decide_experts(
         return None
     work = replace(work, never_packed=never_packed)
     if gathering is not None:
-        hopping = hopping if config.nodes == "auto" else None
+        two_hops = two_hops if config.nodes == "auto" else None
         is_bitwise = gathering.rounding.is_bitwise
         work = replace(work, gathered=gathering.work, gather_is_bitwise=is_bitwise)
         if config.dispatch == "all_gather" and work.gathered is None:
             return None
     rounding = gathering.rounding if gathering is not None else None
-    if hopping is not None:
-        work = replace(work, hops=hopping.shape, weighted=hopping.weighted)
+    if two_hops is not None:
+        work = replace(work, hops=two_hops.shape, weighted=two_hops.weighted)
     may_split = not found.proof.whole
-    rule = experts_rule(config, work, rounding, hopping, may_split_rows=may_split)
+    rule = experts_rule(config, work, rounding, two_hops, may_split_rows=may_split)
     return choose(work, ("experts", "tokens"), rule, config, hardware)
 
 
@@ -105,7 +105,7 @@ def experts_rule(
     config: MegaMoEConfig,
     work: RegionWork,
     rounding: Rounding | None = None,
-    hopping: Hopping | None = None,
+    two_hops: TwoHops | None = None,
     *,
     may_split_rows: bool = False,
 ) -> Callable[[Candidate], bool]:
@@ -125,8 +125,8 @@ def experts_rule(
 
     def is_allowed(candidate: Candidate) -> bool:
         if candidate.nodes != "off":
-            return hopping is not None and may_hop(config, candidate, hopping, work)
-        if hopping is not None and config.nodes not in ("off", "auto"):
+            return two_hops is not None and may_hop(config, candidate, two_hops, work)
+        if two_hops is not None and config.nodes not in ("off", "auto"):
             return False
         if candidate.dispatch == "all_gather":
             return is_gather_allowed(candidate)
@@ -156,7 +156,7 @@ def may_gather(config: MegaMoEConfig, rounding: Rounding) -> bool:
 
 
 def may_hop(
-    config: MegaMoEConfig, candidate: Candidate, hopping: Hopping, work: RegionWork
+    config: MegaMoEConfig, candidate: Candidate, two_hops: TwoHops, work: RegionWork
 ) -> bool:
     """Whether the options let the planner send a region in two hops as a candidate says.
 
@@ -172,14 +172,14 @@ def may_hop(
     is_asked &= _is_wired(candidate, work, config)
     if config.nodes != "auto":
         return is_asked and config.nodes == candidate.nodes
-    if not is_asked or config.dispatch == "all_gather" or _repacks(config, candidate, hopping):
+    if not is_asked or config.dispatch == "all_gather" or _repacks(config, candidate, two_hops):
         return False
     if candidate.nodes == "exact":
-        return hopping.can_be_exact
-    return hopping.rounding is not None and config.allows(hopping.rounding.numerics)
+        return two_hops.can_be_exact
+    return two_hops.rounding is not None and config.allows(two_hops.rounding.numerics)
 
 
-def _repacks(config: MegaMoEConfig, candidate: Candidate, hopping: Hopping) -> bool:
+def _repacks(config: MegaMoEConfig, candidate: Candidate, two_hops: TwoHops) -> bool:
     """Whether hops in eight bits would round unlike the flat exchange, and may not.
 
     Sums of nodes are packed again; weighted rows are packed without their weights.
@@ -188,7 +188,7 @@ def _repacks(config: MegaMoEConfig, candidate: Candidate, hopping: Hopping) -> b
         return False
     wires = {"dispatch": candidate.dispatch_wire, "combine": candidate.combine_wire}
     packed = {name for name, wire in wires.items() if wire != "same"}
-    weighted = hopping.weighted - ({"combine"} if wires["combine"] == FORWARD_ALONE else set())
+    weighted = two_hops.weighted - ({"combine"} if wires["combine"] == FORWARD_ALONE else set())
     return bool(packed & weighted) or (candidate.nodes == "rounded" and bool(packed))
 
 

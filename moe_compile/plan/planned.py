@@ -140,7 +140,7 @@ class PlannedExperts(Planned[MoERegion]):
     """How its tokens are gathered, where they are."""
     two_hops: TwoHopForm | None = None
     """How its rows travel in two hops, where they do."""
-    around: Effects | None = None
+    effects: Effects | None = None
     """The nodes that remain of it and around it, where it is rewritten."""
     costs: DispatchCosts | None = None
     """Bytes and padding either way; None where the gather or the sum was not found."""
@@ -159,9 +159,9 @@ class PlannedExperts(Planned[MoERegion]):
     @property
     def num_host_reads(self) -> int:
         """Return how often the host waits for integers of the region, as it is planned."""
-        if self.around is None or not self.is_rewritten:
+        if self.effects is None or not self.is_rewritten:
             return self.found.num_host_reads
-        return 1 + self.around.num_kept
+        return 1 + self.effects.num_kept
 
     @property
     def row_bytes(self) -> Mapping[str, int]:

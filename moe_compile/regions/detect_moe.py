@@ -28,7 +28,6 @@ Worked example: tokens and their probabilities are sent, `[R, D]` and `[R]`, bot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -39,6 +38,7 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import (
+    bytes_of_row,
     called_name,
     expression_of,
     group_name,
@@ -190,8 +190,8 @@ class _Search:
         """
         dependence = self.facts.dependence
         free = [n for n in self.launches if is_all_to_all(n) and n not in self.used]
-        alike = [n for n in free if n is dispatch or _is_same_exchange(dispatch, n)]
-        swapped = [n for n in free if n is combine or is_combine_of(dispatch, n)]
+        alike = [n for n in free if _is_same_exchange(dispatch, n)]
+        swapped = [n for n in free if is_combine_of(dispatch, n)]
         there, back = {dispatch}, {combine}
         while True:
             below, above = dependence.below(there), dependence.above(back)
@@ -366,9 +366,4 @@ def _same_sizes(left: list[object], right: list[object]) -> bool:
 
 
 def _row_bytes(launch: fx.Node) -> int:
-    (payload, *_) = launch.all_input_nodes
-    tensor = tensor_of(payload)
-    widths = () if tensor is None else tensor.shape[1:]
-    if tensor is None or any(isinstance(width, torch.SymInt) for width in widths):
-        return 0
-    return math.prod(widths) * tensor.element_size()
+    return bytes_of_row(tensor_of(launch.all_input_nodes[0]))

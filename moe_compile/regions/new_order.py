@@ -63,7 +63,7 @@ def order_of_gradients(
     weights, one per chunk; nodes computed from counts; nodes computed from rows; the nodes of
     `between`.
     """
-    if not rewrite.counts_first:
+    if rewrite.at_result:
         return None
     region, part_of = rewrite.region, parts(rewrite.region, bulk)
     dispatches = {one.launch for one in region.dispatched}

@@ -38,7 +38,7 @@ from moe_compile.regions.rewrites import Aftermath, Effects, Replacement
 def find_effects(rewrites: Sequence[Replacement]) -> Aftermath:
     """Return the effects of these rewrites of regions on the graph."""
     if not rewrites:
-        return Aftermath(around={}, dead=())
+        return Aftermath(effects={}, dead=())
     legality = rewrites[0].region.facts.legality
     found: dict[str, Effects | Left] = {}
     for rewrite in rewrites:
@@ -52,7 +52,7 @@ def find_effects(rewrites: Sequence[Replacement]) -> Aftermath:
             break
         found.update(escaping)
     found.update(together.read_hosts())
-    return Aftermath(around=found, dead=tuple(together.dead()))
+    return Aftermath(effects=found, dead=tuple(together.dead()))
 
 
 def _check_motion(rewrite: Replacement, legality: Legality) -> Left | None:
@@ -161,7 +161,7 @@ class _Together:
             region = rewrite.region
             reads = _host_reads(region)
             alive = [n for n in reads if n not in dead and n not in self._served]
-            read_at = region.result if rewrite.reads_late else self._first_read(region, reads)
+            read_at = region.result if rewrite.at_result else self._first_read(region, reads)
             bulk = _never_negative(reads, rewrite.proof)
             may_serve = [n for n in alive if n in bulk and n not in rewrite.not_served]
             served, moved = self._servable(may_serve, read_at, dead)

@@ -27,15 +27,15 @@ class Replacement:
     """Nodes from the region's result to `replaced` that run just before `replaced`."""
     others: tuple[fx.Node, ...] = ()
     """Nodes that the rewrite needs no more, wherever they run."""
-    reads_late: bool = False
-    """Whether the host reads at the region's result, not where the region's last read stands."""
+    at_result: bool = False
+    """Whether all of the new form runs at the region's result, in the order of the program: host
+    reads too. Otherwise the host reads where the region's last read stands, and all nodes computed
+    from counts run before those computed from rows."""
     not_served: frozenset[fx.Node] = frozenset()
     """Host reads that must stay where they are if anybody else needs them."""
 
     read_once: tuple[tuple[fx.Node, frozenset[fx.Node]], ...] = ()
     """Tensors of which one read of the new form serves several nodes, each with these nodes."""
-    counts_first: bool = False
-    """Whether all nodes computed from counts run before those computed from rows."""
     enters_autocast: bool = False
     """Whether nodes that run under autocast do so in the new form as well."""
     sliced: tuple[fx.Node, ...] = ()
@@ -82,7 +82,7 @@ class Effects:
 class Aftermath:
     """The effects on a graph of rewrites applied together."""
 
-    around: Mapping[str, Effects | Left]
+    effects: Mapping[str, Effects | Left]
     """The effects or the refusal, by the region's name."""
     dead: tuple[fx.Node, ...]
     """Nodes that nothing needs any more, in graph order."""

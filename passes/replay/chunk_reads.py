@@ -39,7 +39,7 @@ def read_chunks(
     region: MoERegion,
     whole: Replay,
     replays: Sequence[Replay],
-    around: Effects,
+    effects: Effects,
     *,
     received: Sequence[fx.Node] = (),
     others: tuple[fx.Node, int] | None = None,
@@ -52,13 +52,13 @@ def read_chunks(
     is_alone = whole is replays[0]
     reads = BulkRead(emit)
     sent, got = input_splits(region.dispatch), output_splits(region.dispatch)
-    asked = (*around.bulk, *around.served) if is_alone else around.bulk
-    wanted, part = needed_for(asked, region), parts(region, around.bulk)
+    asked = (*effects.bulk, *effects.served) if is_alone else effects.bulk
+    wanted, part = needed_for(asked, region), parts(region, effects.bulk)
     for replay in replays:
         emit_until_reads(emit, region, replay, reads, part, wanted)
     of_chunks = {n for n in (*sent, *got) if all(n in reads.asked_by(r) for r in replays)}
     if not is_alone:
-        read_whole = [node for node in around.served if node not in of_chunks]
+        read_whole = [node for node in effects.served if node not in of_chunks]
         served = needed_for(read_whole, region)
         emit_until_reads(emit, region, whole, reads, part, served)
     rows_sent, rows_received = [], []
@@ -74,7 +74,7 @@ def read_chunks(
     _assert_that_they_fit(emit, region, [values[i] for i in rows_sent])
     for replay in (whole, *replays):
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
-    for node in around.served:
+    for node in effects.served:
         if node in of_chunks and not is_alone:
             whole.env[node] = emit.call(torch.sym_sum, [replay.env[node] for replay in replays])
     return ChunkReads(*([values[i] for i in of] for of in (rows_sent, rows_received, numbers)))

@@ -139,10 +139,10 @@ class Gathered:
     """Nodes that share all ranks' routing: once for all slices."""
 
 
-def emit_gathered(form: GatheredForm, around: Effects, rank: int) -> Gathered:
+def emit_gathered(form: GatheredForm, effects: Effects, rank: int) -> Gathered:
     """Emit the region in its new form for a rank; the caller removes the old one.
 
-    `around` names the host reads of the region that others need and that the one read serves.
+    `effects` names the host reads of the region that others need and that the one read serves.
     """
     region, found = form.region, form.found
     gathers = _launch_tokens(form)
@@ -152,7 +152,7 @@ def emit_gathered(form: GatheredForm, around: Effects, rank: int) -> Gathered:
     told = frozenset(node for node in emit.graph.nodes if node not in before)
     writer = SliceWriter(emit, form, routing, rank)
     slices = [writer.begin(c, launch) for c, launch in enumerate(gathers)]
-    instead = _read_host(writer, form, routing, slices, around)
+    instead = _read_host(writer, form, routing, slices, effects)
     for part in slices:
         writer.place_rows(part)
     writer.gather_factors(slices, found.before)
@@ -183,7 +183,7 @@ def _read_host(
     form: GatheredForm,
     routing: GatheredRouting,
     slices: list[Slice],
-    around: Effects,
+    effects: Effects,
 ) -> dict[fx.Node, fx.Node]:
     """Emit the one read of all integers the host needs; return the served reads' replacements."""
     emit, region = writer.emit, form.region
@@ -191,13 +191,13 @@ def _read_host(
     for counts in routing.counts:
         reads.add(emit.method("sum", writer.mine(counts)))
     whole = Replay(range(region.num_local_experts), {})
-    part_of = parts(region, around.bulk)
-    if around.served:
+    part_of = parts(region, effects.bulk)
+    if effects.served:
         counts = emit.method("sum", emit.call(torch.stack, list(routing.counts)), 0)
         whole.env[region.received_counts] = writer.received(counts)
-        needed = needed_for(around.served, region)
+        needed = needed_for(effects.served, region)
         emit_until_reads(emit, region, whole, reads, part_of, needed)
-    wanted = needed_for(around.bulk, region) & set(form.needs.nodes)
+    wanted = needed_for(effects.bulk, region) & set(form.needs.nodes)
     for part in slices:
         emit_until_reads(emit, region, part.replay, reads, part_of, wanted)
     values = reads.finish()
@@ -205,7 +205,7 @@ def _read_host(
         replay.env.update({n: values[i] for n, i in reads.asked_by(replay).items()})
     for part, num_rows in zip(slices, values, strict=False):
         writer.set_num_rows(part, num_rows)
-    return {node: whole.env[node] for node in around.served}
+    return {node: whole.env[node] for node in effects.served}
 
 
 def _joined(emit: Emitter, form: GatheredForm, reduces: list[fx.Node]) -> fx.Node:

@@ -85,20 +85,20 @@ def emit_chunks(
     region: MoERegion,
     proof: RowProof,
     num_chunks: int,
-    around: Effects,
+    effects: Effects,
     *,
     by_tokens: bool = False,
     rank_by_load: int | None = None,
 ) -> Chunked:
     """Emit the region in `num_chunks` chunks before its result.
 
-    `around` says where the host reads, and which host reads of the region others need: they join
+    `effects` says where the host reads, and which host reads of the region others need: they join
     the bulk read. A chunk holds whole experts or, `by_tokens`, a share of each's rows. With
     `rank_by_load`, which is this rank, its experts follow from the rows they have.
     The region's old nodes stay, for the caller to replace and to erase.
     """
     modes = region.facts.modes
-    early, emit = AutocastEmitter(around.read_at, modes), AutocastEmitter(region.result, modes)
+    early, emit = AutocastEmitter(effects.read_at, modes), AutocastEmitter(region.result, modes)
     by_load = rank_by_load is not None
     axis = _split(early, region, num_chunks, by_tokens, rank_by_load)
     bounds = experts_of_chunks(region, num_chunks, by_tokens=by_tokens, by_load=by_load)
@@ -108,7 +108,7 @@ def emit_chunks(
     ]
     whole = Replay(range(region.num_local_experts), {})
     others = None if axis.num_experts is None else (axis.num_experts, num_chunks)
-    reads = read_chunks(early, region, whole, replays, around, others=others)
+    reads = read_chunks(early, region, whole, replays, effects, others=others)
     rows_per_chunk, sizes = reads.sent, reads.others or [len(chunk) for chunk in bounds]
 
     order, inverse = emit_row_order(emit, region, axis, rows_per_chunk)
@@ -133,7 +133,7 @@ def emit_chunks(
             slice_to_chunk(emit, region, proof, own, replay)
         emit_rest(emit, region.row_side, replay)
 
-    instead = {node: whole.env[node] for node in around.served}
+    instead = {node: whole.env[node] for node in effects.served}
     for node in region.results:
         instead[node] = emit_results(emit, node, replays, order, inverse)
     return Chunked(

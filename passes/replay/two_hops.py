@@ -105,17 +105,17 @@ class _Arrived:
     """Factors that the model applies before its dispatch."""
 
 
-def emit_two_hops(form: TwoHopForm, proof: RowProof, cut: HopSplit, around: Effects) -> Divided:
+def emit_two_hops(form: TwoHopForm, proof: RowProof, cut: HopSplit, effects: Effects) -> Divided:
     """Emit the region in its new form; the caller removes the old one.
 
-    `around` says where the host reads, and which host reads of the region others need.
+    `effects` says where the host reads, and which host reads of the region others need.
     """
     region = form.region
     table = exchange_table(form, cut)
     instead: dict[fx.Node, fx.Node] = {}
     if form.told:
         instead[region.received_counts] = as_received(region, table)
-    emit = Emitter(around.read_at)
+    emit = Emitter(effects.read_at)
     whole, replays, axis = Replay(range(region.num_local_experts), dict(instead)), [], None
     if len(cut.chunks) == 1:
         replays.append(whole)
@@ -125,8 +125,8 @@ def emit_two_hops(form: TwoHopForm, proof: RowProof, cut: HopSplit, around: Effe
         replays += [Replay(e, env, prune_other_experts(region, proof, e)) for env, e in pairs]
     sizes = emit.call(HOP_SIZES, table.everyone, table.tokens, list(cut.edges), form.nodes.place)
     told = {"received": table.received, "others": (sizes, Sizes.number(form, cut))}
-    reads = read_chunks(emit, region, whole, replays, around, **told)
-    emit = Emitter(_first_place(region, around))
+    reads = read_chunks(emit, region, whole, replays, effects, **told)
+    emit = Emitter(_first_place(region, effects))
     hops = emit_hops(emit, form, cut, table, Sizes.of(form, cut, reads.others), reads.received)
     emit = Emitter(region.result)
     for replay in replays:
@@ -137,17 +137,17 @@ def emit_two_hops(form: TwoHopForm, proof: RowProof, cut: HopSplit, around: Effe
     factors = exchange.send(emit, early)
     arrived = _Arrived(form, proof, cut, table, reads, hops, replays, axis, exchange, factors)
     two_hops = _summed_on_nodes(emit, arrived) if form.rounds else _summed_as_written(emit, arrived)
-    served = {node: whole.env[node] for node in around.served}
+    served = {node: whole.env[node] for node in effects.served}
     return Divided(instead | served | two_hops.instead, two_hops.hops, two_hops.combines)
 
 
-def _first_place(region: MoERegion, around: Effects) -> fx.Node:
+def _first_place(region: MoERegion, effects: Effects) -> fx.Node:
     """Return the first place where the host's integers, and the rows to send, are there.
 
     Hops without gradients may be launched there, before the host's read for the rest.
     """
     place, dispatch = region.facts.dependence.position, region.dispatched[0].launch
-    return dispatch if place[around.read_at] < place[dispatch] else region.result
+    return dispatch if place[effects.read_at] < place[dispatch] else region.result
 
 
 def _summed_as_written(emit: Emitter, arrived: _Arrived) -> Divided:

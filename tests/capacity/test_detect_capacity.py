@@ -161,6 +161,16 @@ def check_refused(found, report, reason):
     assert any(verdict.is_unmet for verdict in report.skipped)
 
 
+@pytest.mark.parametrize("layer", (LOOP, EINSUM), ids=lambda layer: layer.across.name)
+def test_an_operator_lost_before_any_weight_is_named(fake_ranks, layer):
+    """It was said to be no dispatch: no factor of the rows received had weights."""
+    dropped = layer_of(layer, "self.experts(rows,", "self.experts(F.dropout(rows, 0.1),")
+    found, report = detected(dropped, rows())
+    check_refused(found, report, Reason.EXPERTS_LOST)
+    (refused,) = (left for left in found.others if left.is_region)
+    assert refused.detail.startswith("`dropout` at ") and "draws random" in refused.detail
+
+
 def test_rows_of_an_expert_that_does_not_learn_get_no_gradient(fake_ranks):
     layer = layer_of(LOOP, "sent.contiguous()", "sent.detach()")
     for weights in (layer.layer0.w1, layer.layer0.w2):

@@ -19,7 +19,7 @@ from tests.attention_layers import (
     SharedKeyAttention,
     SplitAttention,
 )
-from tests.attention_variants import VARIANTS
+from tests.attention_variants import VARIANTS, UnderAutocast
 from tests.slow_parameters import slow_but
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
@@ -152,8 +152,7 @@ def test_fewer_kv_heads_than_four_ranks_equal_eager(four_devices, kv_heads):
     check(four_devices, few_kv_heads(kv_heads, 4), RepeatedKVAttention)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", VARIANTS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("style", slow_but([UnderAutocast], VARIANTS), ids=lambda s: s.__name__)
 def test_a_region_written_otherwise_equals_eager(mirrored_ranks, style):
     case = Case(heads=8, kv_heads=8, groups=2, batch=2, positions=4, dtype=torch.float32, seed=0)
     for differing, verdicts in mirrored_ranks.run(run_case, case, style):

@@ -34,8 +34,8 @@ from moe_compile.testing.programs.choices import (
 )
 from moe_compile.testing.programs.grammar import (
     GROUPED_PRODUCTS,
-    HOPPING,
     READ_IN,
+    TWO_HOPS,
     Capacity,
     Experts,
     Program,
@@ -170,7 +170,7 @@ def go_together(row):
         return False
     if Back.PIECES in row.values() and order not in (None, Order.PIECES):
         return False
-    return Splits.RUNNING not in row.values() or HOPPING.isdisjoint(row.values())
+    return Splits.RUNNING not in row.values() or TWO_HOPS.isdisjoint(row.values())
 
 
 ROWS = covering_rows(PAIRED, BESIDE, go_together)
@@ -182,7 +182,7 @@ def first_with_each_choice():
     Rows in hops are for four ranks and take three times as long: test_hop_programs.py has some.
     """
     seen, rows = set(), []
-    for row in (row for row in ROWS if row["rewrite"] not in HOPPING):
+    for row in (row for row in ROWS if row["rewrite"] not in TWO_HOPS):
         new = {(name, choice) for name, choice in row.items() if name in PAIRED} - seen
         rows += [row] if new else []
         seen |= new
@@ -200,7 +200,7 @@ def test_few_programs_have_every_pair_of_choices_and_quick_ones_each_choice():
     assert len(ROWS) < 130 and len(QUICK) < 16
     assert set().union(*map(pairs_of, ROWS)) >= {*legal_pairs(PAIRED, go_together)}
     paired, beside = ({(n, m) for n in kinds for m in kinds[n]} for kinds in (PAIRED, BESIDE))
-    assert choices_of(QUICK) >= paired - {("rewrite", rewrite) for rewrite in HOPPING}
+    assert choices_of(QUICK) >= paired - {("rewrite", rewrite) for rewrite in TWO_HOPS}
     assert choices_of(ROWS) == paired | beside
     for row in ROWS:
         program = program_of(row)
@@ -211,7 +211,7 @@ def test_few_programs_have_every_pair_of_choices_and_quick_ones_each_choice():
 @pytest.mark.parametrize("row", slow_after(QUICK, ROWS), ids=names_of)
 def test_a_layer_is_rewritten_and_equals_eager(row):
     program = program_of(row)
-    check(program, IN_TWO_HOPS if program.rewrite in HOPPING else "chunked")
+    check(program, IN_TWO_HOPS if program.rewrite in TWO_HOPS else "chunked")
 
 
 # --- experts with a capacity -------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from moe_compile.report.region_reports import IN_TWO_HOPS
 from moe_compile.testing.programs.campaign import drawn_programs
 from moe_compile.testing.programs.choices import Counts, Groups, Reader, Splits, Style
-from moe_compile.testing.programs.grammar import HOPPING, Capacity, Experts, Program, Rewrite
+from moe_compile.testing.programs.grammar import TWO_HOPS, Capacity, Experts, Program, Rewrite
 from moe_compile.testing.programs.judge import Outcome, judgement_of
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run
@@ -22,7 +22,7 @@ def program(rewrite, tokens=((4, 0),), **changes):
     return legal(Program(layers=(layer,), tokens=tokens, rewrite=rewrite))
 
 
-@pytest.mark.parametrize("rewrite", sorted(HOPPING, key=str))
+@pytest.mark.parametrize("rewrite", sorted(TWO_HOPS, key=str))
 def test_such_a_program_is_for_four_ranks_and_others_for_two(rewrite):
     one = program(rewrite, splits=Splits.RUNNING)
     assert one.tokens == (TOKENS,) and legal(one) == one

@@ -104,6 +104,7 @@ COMMON = {
         Within.NORM,
         experts=Experts(top_k=2, style=Style.GROUPED, unsort=Unsort.EMPTY, counts=Counts.GATHERED),
     ),
+    "under autocast": program(Within.PLAIN, wrapping=Wrapping.AUTOCAST, dtype="float32"),
 }
 
 
@@ -139,14 +140,20 @@ def test_what_a_program_in_parts_does_otherwise_is_found():
     assert judged(program(), RIGHT, WRONG).kind is Outcome.WRONG
 
 
+WITH_GRADIENTS = [k for k in Backward if k not in (Backward.NONE, Backward.EVALUATED)]
+
+
 @pytest.mark.slow
-def test_layers_that_are_compiled_one_by_one_run_in_parts_or_whole():
+@pytest.mark.parametrize(
+    "backward", exhaustive_but((Backward.ONCE, Backward.GRAD_TWICE), WITH_GRADIENTS), ids=str
+)
+def test_layers_that_are_compiled_one_by_one_run_in_parts_or_whole(backward):
     """Attention of a layer without experts stays whole; gradients of its weights are one product.
 
     Nothing that runs whole or in parts throughout has these bits.
     """
     given = {"wrapping": Wrapping.CHECKPOINT, "dtype": "float64", "tokens": ((12, 12),)}
-    one = program(Within.PLAIN, rewrite=Rewrite.THREE_PARTS, **given)
+    one = program(Within.PLAIN, rewrite=Rewrite.THREE_PARTS, backward=backward, **given)
     judgement = judged(one)
     assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
     assert judged(one, RIGHT, WRONG).kind is Outcome.WRONG

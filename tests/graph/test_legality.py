@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_compile.graph.edit import erase_unused
+from moe_compile.errors import ContractViolation
+from moe_compile.graph.edit import erase_dead, erase_unused, substitute
 from moe_compile.graph.effects import draws_random, is_pure
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.legality import Hazard
@@ -390,6 +391,24 @@ def test_what_nobody_reads_is_erased_and_counted_and_writes_stay():
     output.args = ((sine,),)
     assert erase_unused(body) == 3
     assert write in graph.nodes
+
+
+def test_what_is_read_or_writes_is_not_erased_without_a_word():
+    def program(x):
+        counts = x.detach() + 1
+        counts.add_(1)
+        return x.sin().neg()
+
+    graph = graph_of(program)
+    (sine,), (write,), (negative,) = (called(graph, name) for name in ("sin", "add_", "neg"))
+    with pytest.raises(ContractViolation, match="is to be erased and is read by"):
+        erase_dead([sine])
+    with pytest.raises(ContractViolation, match="does more than make a value"):
+        substitute(write, sine)
+    (output,) = graph.find_nodes(op="output")
+    output.args = ((write,),)
+    erase_dead([sine, negative])
+    assert not {sine, negative} & {*graph.nodes}
 
 
 @torch.library.custom_op("megamoe_tests::logged", mutates_args=())

@@ -45,7 +45,7 @@ EVERY_OBSTACLE: Final = (
     "self.written_meanwhile(in_order, anchor, anew) or self._random(in_order, anchor)"
 )
 SURROUNDINGS: Final = "moe_compile/regions/rewrite_effects.py"
-EARLY: Final = "read_at = region.result if rewrite.reads_late else self._first_read(region, reads)"
+EARLY: Final = "read_at = region.result if rewrite.at_result else self._first_read(region, reads)"
 PROOF: Final = "moe_compile/proof/row_proof.py"
 ROUNDING: Final = "moe_compile/testing/cpu_rounding"
 FIRST_RUN: Final = "moe_compile/first_run.py"

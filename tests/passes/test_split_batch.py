@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import RegionRefused
-from moe_compile.graph.query import expression_of, is_all_to_all, is_integer
+from moe_compile.graph.query import expression_of, is_all_to_all, is_integer, tensor_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.testing.programs.grammar import Capacity
 from tests.batch_layers import POSITIONS, WIDTH, Block, Counted, Recomputed, Transposed
@@ -34,7 +34,7 @@ from tests.dispatch_layers import (
     WeightedInOrder,
 )
 from tests.layer_programs import layer_of
-from tests.layers import GroupedExperts, SegmentStarts
+from tests.layers import GroupedExperts, LoopExperts, SegmentStarts
 from tests.loop_layers import CenteredExperts
 from tests.slow_parameters import slow_but
 
@@ -392,6 +392,14 @@ def test_modes_that_other_parts_switch_leave_a_region_what_it_is(fake_ranks):
     _, skipped, compilation = verdicts(UnderAutocast(GroupedExperts, torch.bfloat16), drawn())
     assert skipped == []
     assert len(compilation.regions) == 2
+
+
+def test_nodes_of_parts_have_the_types_that_autocast_makes(fake_ranks):
+    x = drawn().detach().float().requires_grad_()
+    gm, skipped, _ = verdicts(UnderAutocast(LoopExperts), x)
+    attention = [n for n in gm.graph.nodes if "scaled_dot_product" in str(n.target)]
+    assert skipped == []
+    assert [tensor_of(node).dtype for node in attention] == [torch.bfloat16] * 2
 
 
 def test_every_part_is_dispatched_before_the_first_part_is_combined(fake_ranks):

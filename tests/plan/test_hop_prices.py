@@ -12,7 +12,7 @@ from moe_compile.cost.rates import Rates
 from moe_compile.hardware import HardwareProfile, Link
 from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import choose_plan, extra_bytes
-from moe_compile.plan.decide import Hopping, experts_rule, wires_tried
+from moe_compile.plan.decide import TwoHops, experts_rule, wires_tried
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.region_tasks import price_us, tasks_of
 from tests.plan.test_choose_plan import region
@@ -199,10 +199,10 @@ def chosen(by, *, exact=True, rounding=BOUNDED, weighted=(), kept=(), wires=(), 
     settings = {"equal_tokens": True, "nodes": "auto", "chunks": 1, **options}
     config = MegaMoEConfig(**settings)
     work = dataclasses.replace(in_hops(wires=wires), never_packed=frozenset(kept))
-    hopping = Hopping(
+    two_hops = TwoHops(
         shape=SHAPE, can_be_exact=exact, rounding=rounding, weighted=frozenset(weighted)
     )
-    rule = experts_rule(config, work, None, hopping)
+    rule = experts_rule(config, work, None, two_hops)
     candidates = list_candidates(work, ("experts", "tokens"), wires_tried(config))
     return choose_plan(work, by, candidates, rule).chosen.candidate
 

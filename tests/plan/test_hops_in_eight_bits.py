@@ -26,7 +26,7 @@ from moe_compile.plan.region_tasks import goes_in_hops, tasks_of
 from moe_compile.regions.token_rows import find_token_rows
 from moe_compile.runtime.node_groups import node_groups_of, register_node_groups
 from passes.detect_regions import DetectRegions
-from passes.kinds.by_counts.two_hops import hop_forms, hopping_of
+from passes.kinds.by_counts.two_hops import hop_forms, two_hops_of
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import InOrder
 from tests.layers import GroupedExperts
@@ -57,9 +57,9 @@ def region_work(gm, config):
     DetectRegions().run(gm.graph, compile_state)
     (found,) = compile_state.found.experts
     rows = find_token_rows(found.region)
-    hopping = hopping_of(hop_forms(found, config, rows))
+    two_hops = two_hops_of(hop_forms(found, config, rows))
     work = work_of_experts(found.region, found.proof, compile_state.hardware)
-    return dataclasses.replace(work, hops=hopping.shape, weighted=hopping.weighted)
+    return dataclasses.replace(work, hops=two_hops.shape, weighted=two_hops.weighted)
 
 
 # --- bytes ---------------------------------------------------------------------------------------

@@ -6,8 +6,11 @@ What is split by the same two lists has an entry for each row, in its place, wha
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from moe_compile.graph.facts import GraphFacts
+from moe_compile.graph.query import bytes_of_row
 from moe_compile.journal.reasons import Kind, Reason
 from moe_compile.regions.detect_moe import find_moe_regions
 from tests.capture import dynamo_graphs
@@ -24,6 +27,18 @@ def find(style, *groups):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         (gm,) = dynamo_graphs(layer, x)
     return find_moe_regions(GraphFacts(gm.graph))
+
+
+def test_of_rows_of_a_width_known_at_run_time_no_bytes_are_known():
+    rows = torch.empty(5, 2, 3, dtype=torch.bfloat16)
+    assert [bytes_of_row(t) for t in (rows, rows[:, 0, 0], None)] == [12, 2, 0]
+    with FakeTensorMode(shape_env=ShapeEnv()) as fake:
+        sizes = StatelessSymbolicContext(
+            [DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.DYNAMIC]
+        )
+        wide = fake.from_tensor(rows, symbolic_context=sizes)
+    assert bytes_of_row(wide) == 0 and bytes_of_row(wide[:, 0]) == 0
+    assert bytes_of_row(wide[:, :, 0]) == 4
 
 
 def shapes(exchanges):

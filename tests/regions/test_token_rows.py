@@ -285,6 +285,26 @@ def test_an_operator_of_that_name_is_not_torchs(fake_ranks):
     assert found_in(OfOthers, fake_ranks).reason is Reason.NO_SUM
 
 
+class OneFactorForAll(Around):
+    """Tokens' rows are multiplied by a matrix of one number."""
+
+    def gather(self, x, order, scores):
+        return super().gather(x, order, scores) * x.new_ones(1, 1)
+
+
+class OneFactorForAllResults(Around):
+    """So are the rows that come back."""
+
+    def total(self, x, order, out, scores):
+        return super().total(x, order, out * x.new_ones(1, 1), scores)
+
+
+@pytest.mark.parametrize("style", [OneFactorForAll, OneFactorForAllResults])
+def test_a_factor_without_an_entry_for_each_row_is_not_understood(fake_ranks, style):
+    """Rows of the factor would be taken by the index of a row."""
+    assert found_in(style, fake_ranks).reason is Reason.NOT_BY_ROW
+
+
 class OneNumber(Around):
     """Adds one number of each row: sums are no matrix."""
 

@@ -123,7 +123,7 @@ SEVERAL: Final[dict[type[enum.Enum], str]] = {
 NODE_SUMMING: Final = frozenset({Rewrite.NODE_SUMS, Rewrite.SUM_SLICES, Rewrite.SUM_BOTH})
 """Rewrites by which sums per token are made on the nodes."""
 
-HOPPING: Final = NODE_SUMMING | {
+TWO_HOPS: Final = NODE_SUMMING | {
     Rewrite.HOPS,
     Rewrite.HOP_SLICES,
     Rewrite.HOP_BOTH,

@@ -33,11 +33,11 @@ from moe_compile.testing.programs.choices import (
 from moe_compile.testing.programs.expert_text import LOOPS, ONE_BY_ONE
 from moe_compile.testing.programs.grammar import (
     GROUPED_PRODUCTS,
-    HOPPING,
     IN_EIGHT_BITS,
     NUM_RANKS,
     PARTED,
     READ_IN,
+    TWO_HOPS,
     WITHOUT_ORDER,
     Capacity,
     Experts,
@@ -163,7 +163,7 @@ def _on_its_ranks(program: Program) -> Program:
     Programs in two hops have one layer: combinations of layers are tried on two ranks, in half the
     time. Nodes are registered for the default group.
     """
-    if program.rewrite not in HOPPING:
+    if program.rewrite not in TWO_HOPS:
         return replace(program, tokens=tuple(step[:NUM_RANKS] for step in program.tokens))
     layer = next(iter(program.experts), Experts(top_k=2))
     if layer.splits is Splits.RUNNING:

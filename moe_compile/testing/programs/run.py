@@ -285,7 +285,7 @@ def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[
         compiled += some_layers(program)
     if any(breaks in text for breaks in BREAKS):
         compiled += layers_in_a_row(program)
-    for names in compiled if module.BACKWARD in ("once", "twice", "evaluated", "none") else ():
+    for names in compiled:
         for per in sorted({module.POSITIONS, 1}):
             done, error = steps(module, rank, LayersInParts(names, per))
             if not error:

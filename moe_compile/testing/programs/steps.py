@@ -162,15 +162,18 @@ def _divided(
     _: Any = None,
 ) -> Any:
     sizes = [n * per for n in part_sizes(len(x) // per, num_parts)]
-    return _OneAfterAnother.apply(x, whole, parameters, sizes), []
+    return _OneAfterAnother.apply(whole, sizes, x, *parameters), []
 
 
 class _OneAfterAnother(torch.autograd.Function):
-    """Runs parts of `x`, and goes back from the first on."""
+    """Runs parts of `x`, and goes back from the first on.
+
+    The parameters that `whole` reads are inputs as well: a backward adds what it asks for alone.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, whole: Rows, parameters: list[nn.Parameter], sizes: list[int]
+        ctx: Any, whole: Rows, sizes: list[int], x: torch.Tensor, *parameters: nn.Parameter
     ) -> torch.Tensor:
         ctx.parameters = parameters
         with torch.enable_grad():
@@ -180,17 +183,20 @@ class _OneAfterAnother(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        leaves = [*ctx.parameters, *ctx.parts]
-        before = [leaf.grad for leaf in ctx.parameters]
-        for leaf in leaves:
-            leaf.grad = None
+        needed = ctx.needs_input_grad[3:]
+        some = [p for p, is_needed in zip(ctx.parameters, needed, strict=True) if is_needed]
+        totals: list[torch.Tensor | None] = [None] * len(some)
+        of_x = []
         sizes = [len(result) for result in ctx.results]
-        for result, its in zip(ctx.results, gradient.split(sizes), strict=True):
-            torch.autograd.backward(result, its, retain_graph=True)
-        for leaf, grad in zip(ctx.parameters, before, strict=True):
-            if grad is not None:
-                leaf.grad = grad if leaf.grad is None else grad + leaf.grad
-        return torch.cat([part.grad for part in ctx.parts]), None, None, None
+        for part, result, its in zip(ctx.parts, ctx.results, gradient.split(sizes), strict=True):
+            first, *fresh = torch.autograd.grad(
+                result, [part, *some], its, retain_graph=True, allow_unused=True
+            )
+            of_x.append(first)
+            totals = list(map(_plus, totals, fresh))
+        found = iter(totals)
+        of_parameters = [next(found) if is_needed else None for is_needed in needed]
+        return None, None, torch.cat(of_x), *of_parameters
 
 
 Gradients = dict[str, torch.Tensor | None]

@@ -26,11 +26,11 @@ from moe_compile.testing.programs.choices import (
 )
 from moe_compile.testing.programs.expert_text import indented
 from moe_compile.testing.programs.grammar import (
-    HOPPING,
     IN_EIGHT_BITS,
     NODE_SUMMING,
     NUM_NODES,
     PARTED,
+    TWO_HOPS,
     Attention,
     Capacity,
     Experts,
@@ -313,7 +313,7 @@ def _settings(program: Program) -> str:
         f"CAPACITY = {rows * top_k}",
         f"RAISES = {raises}",
     ]
-    if program.rewrite in HOPPING:
+    if program.rewrite in TWO_HOPS:
         local = program.experts[0].local
         lines += [f"RANKS, NODES, LOCAL = {program.num_ranks}, {NUM_NODES}, {local}  # experts"]
     if program.rewrite in PARTED:

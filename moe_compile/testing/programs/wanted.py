@@ -52,9 +52,9 @@ from moe_compile.testing.programs.grammar import (
     CHOICES_OF_CAPACITY,
     CHOICES_OF_EXPERTS,
     GROUPED_PRODUCTS,
-    HOPPING,
     PARTED,
     SEVERAL,
+    TWO_HOPS,
     Attention,
     Capacity,
     Experts,
@@ -105,7 +105,7 @@ def asked_programs(draw: st.DrawFn, rewrite: str = "", layers: str = "") -> Prog
         program = legal(replace(program, rewrite=Rewrite[rewrite]))
     if program.rewrite in PARTED:
         program = legal(draw(_in_sequences(program)))
-    if program.rewrite in {*HOPPING, *PARTED} and draw(st.sampled_from([True, True, False])):
+    if program.rewrite in {*TWO_HOPS, *PARTED} and draw(st.sampled_from([True, True, False])):
         plainer = tuple(map(_plainer, program.layers))
         if program.rewrite in PARTED:  # one layer that is left whole keeps the others so
             plainer = tuple(map(_proven, plainer))

@@ -43,7 +43,7 @@ class Draft:
     not_priced: str = ""
     costs: DispatchCosts | None = None
     hop_prices: HopPrices | None = None
-    around: Effects | None = None
+    effects: Effects | None = None
 
     @property
     def region(self) -> MoERegion:

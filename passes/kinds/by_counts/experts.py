@@ -43,7 +43,7 @@ from moe_compile.plan.chunk_numbers import (
     ONE_CHUNK,
     plan_num_chunks,
 )
-from moe_compile.plan.decide import Gathering, Hopping, asks_planner, decide_experts
+from moe_compile.plan.decide import Gathering, TwoHops, asks_planner, decide_experts
 from moe_compile.plan.dispatch_rules import (
     dispatch_costs,
     rounding_of,
@@ -70,10 +70,10 @@ from passes.kinds.by_counts.two_hops import (
     Forms,
     chosen_form,
     hop_forms,
-    hopping_of,
     plan_hop_parts,
     replacement_by_two_hops,
     shape_of_hops,
+    two_hops_of,
 )
 from passes.kinds.by_counts.whole_experts import find_mixing
 from passes.kinds.by_counts.wires import never_packed, plan_wires
@@ -120,7 +120,7 @@ def _decide_dispatch(
     """Decide whether the tokens of a region are gathered."""
     config, found = state.config, find_token_rows(draft.region)
     forms = hop_forms(draft.found, config, found)
-    hopping = hopping_of(forms)
+    two_hops = two_hops_of(forms)
     if isinstance(found, TokenRows):
         draft.costs = dispatch_costs(draft.region, found)
     form: GatheredForm | Left = Left(Reason.NOT_ASKED)
@@ -128,14 +128,14 @@ def _decide_dispatch(
         form = gathered_form(draft.found, regions, config, found)
     if isinstance(form, GatheredForm):
         how = _gathering(draft, form, regions, config, layer)
-        draft.decision = _decided(draft, state, layer, how, hopping)
+        draft.decision = _decided(draft, state, layer, how, two_hops)
         refused = against(form, draft.decision, draft.costs, config)
         form = refused or form
     elif config.dispatch == "all_to_all":
         form = Left(Reason.NOT_ASKED)
     if isinstance(form, Left):
         draft.not_gathered = form
-        _decide_hops(draft, forms, hopping, state, layer)
+        _decide_hops(draft, forms, two_hops, state, layer)
         return
     crossing = Left(Reason.GATHERED, "each token crosses to every rank")
     draft.not_in_two_hops = crossing if config.nodes != "off" else Left(Reason.NOT_ASKED)
@@ -170,22 +170,22 @@ def _decided(
     state: CompileState,
     layer: TracedNodes,
     gathering: Gathering | None = None,
-    hopping: Hopping | None = None,
+    two_hops: TwoHops | None = None,
 ) -> Decision | None:
     """Return the planner's decision, None where it is not asked or has no price."""
     kept, hardware = frozenset(draft.never_packed), state.hardware
     return decide_experts(
-        draft.found, state.config, hardware, layer, gathering, hopping, never_packed=kept
+        draft.found, state.config, hardware, layer, gathering, two_hops, never_packed=kept
     )
 
 
 def _decide_hops(
-    draft: Draft, forms: Forms, hopping: Hopping | None, state: CompileState, layer: TracedNodes
+    draft: Draft, forms: Forms, two_hops: TwoHops | None, state: CompileState, layer: TracedNodes
 ) -> None:
     """Decide whether the rows of a region that is not gathered travel in two hops."""
     is_open = draft.decision is None or draft.decision.gathers or state.config.nodes != "auto"
-    if hopping is not None and is_open:
-        draft.decision = _decided(draft, state, layer, hopping=hopping)
+    if two_hops is not None and is_open:
+        draft.decision = _decided(draft, state, layer, two_hops=two_hops)
     form = chosen_form(state.config, forms, draft.decision)
     draft.two_hops = form if isinstance(form, TwoHopForm) else None
     draft.not_in_two_hops = form if isinstance(form, Left) else None
@@ -229,11 +229,11 @@ def _examine_together(drafts: Sequence[Draft]) -> Aftermath:
     chosen = [draft for draft in drafts if draft.is_rewritten]
     after = find_effects([_rewrite(draft, drafts) for draft in chosen])
     for draft in chosen:
-        around = after.around[draft.region.name]
-        if isinstance(around, Left):
-            draft.refuse(around)
+        effects = after.effects[draft.region.name]
+        if isinstance(effects, Left):
+            draft.refuse(effects)
             continue
-        draft.around = around
+        draft.effects = effects
     return after
 
 
@@ -249,7 +249,6 @@ def _rewrite(draft: Draft, drafts: Iterable[Draft]) -> Replacement:
         proof=draft.proof,
         replaced=draft.region.result,
         also_replaced=draft.region.results[:-1],
-        counts_first=True,
         enters_autocast=True,
         sliced=_sliced(draft),
     )
@@ -272,7 +271,7 @@ def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
         proof=draft.proof,
         gathered=gathered,
         two_hops=draft.two_hops,
-        around=draft.around if draft.is_rewritten else None,
+        effects=draft.effects if draft.is_rewritten else None,
         left={**_left(draft, config), **not_packed},
         decision=draft.decision,
         not_priced=draft.not_priced,

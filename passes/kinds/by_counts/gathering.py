@@ -58,9 +58,9 @@ def gathered_form(
     if not config.equal_tokens:
         return Left(Reason.TOKENS_MAY_DIFFER)
     after = find_effects([gathering(experts.region, experts.proof, regions, found)])
-    around = after.around[experts.region.name]
-    if isinstance(around, Left):
-        return Left(Reason.NOT_PROVEN, around.reason.value)
+    effects = after.effects[experts.region.name]
+    if isinstance(effects, Left):
+        return Left(Reason.NOT_PROVEN, effects.reason.value)
     needs = needs_of_body(experts.region)
     if needs.reads_sent:
         return Left(Reason.SENT_SIZES)
@@ -109,7 +109,7 @@ def gathering(
         behind=(region.result, *found.after, *found.sums.tail),
         others=(found.gather, region.count_exchange, *waits_on(region.count_exchange)),
         read_once=tuple((factor, found.readers(factor)) for factor in found.factors),
-        reads_late=True,
+        at_result=True,
         not_served=frozenset(node for other in elsewhere for node in other.count_side),
     )
 
@@ -192,11 +192,11 @@ def _carried(value: Any, twins: Mapping[Any, Any]) -> Any:
 def _apply(form: GatheredForm, rewrite: Replacement) -> frozenset[fx.Node]:
     """Rewrite the region; return the nodes that share all ranks' routing."""
     after = find_effects([rewrite])
-    around = after.around[form.region.name]
-    assert not isinstance(around, Left)  # `gathered_form` has checked it
-    gathered = emit_gathered(form, around, rank=0)  # the same on every rank: ranks decide alike
-    replace_uses(around.sizes)
+    effects = after.effects[form.region.name]
+    assert not isinstance(effects, Left)  # `gathered_form` has checked it
+    gathered = emit_gathered(form, effects, rank=0)  # the same on every rank: ranks decide alike
+    replace_uses(effects.sizes)
     replace_uses({**gathered.instead, form.found.sums.total: gathered.result})
-    move_before(around.moved, around.read_at)
+    move_before(effects.moved, effects.read_at)
     erase_dead(after.dead)
     return gathered.routing

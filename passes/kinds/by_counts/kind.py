@@ -9,7 +9,6 @@ Contract
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -21,7 +20,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.traced_nodes import Layers
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.open_sorts import make_stable
-from moe_compile.graph.query import source_place, tensor_of
+from moe_compile.graph.query import bytes_of_row, source_place, tensor_of
 from moe_compile.plan.planned import Findings, FoundExperts, PlannedExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.row_proof import prove_rows_independent
@@ -63,8 +62,8 @@ class ByCounts(RegionKind[PlannedExperts]):
 
     def emit(self, one: PlannedExperts, state: CompileState) -> Emitted:
         """Emit a region in its form; note its launches and its result."""
-        region, around, form = one.found.region, one.around, _form(one)
-        assert around is not None
+        region, effects, form = one.found.region, one.effects, _form(one)
+        assert effects is not None
         state.launches[region.name] = {
             "dispatch": tuple(form.dispatches),
             "combine": tuple(form.combines),
@@ -74,8 +73,8 @@ class ByCounts(RegionKind[PlannedExperts]):
         else:
             state.results.pop(region.name, None)
         return Emitted(
-            instead={**around.sizes, **form.instead},
-            moved=((around.moved, around.read_at), (region.between, region.result)),
+            instead={**effects.sizes, **form.instead},
+            moved=((effects.moved, effects.read_at), (region.between, region.result)),
             num_host_reads=1,
         )
 
@@ -92,20 +91,13 @@ def _found(region: MoERegion, config: MegaMoEConfig) -> FoundExperts:
         where=source_place(region.dispatch),
         num_host_reads=count_host_reads(region),
         rows=rows,
-        row_bytes={name: _bytes_of_row(tensor) for name, tensor in rows.items()},
+        row_bytes={name: bytes_of_row(tensor) for name, tensor in rows.items()},
     )
 
 
 def _payload(launch: fx.Node) -> torch.Tensor | None:
     (payload, *_) = launch.all_input_nodes
     return tensor_of(payload)
-
-
-def _bytes_of_row(rows: torch.Tensor | None) -> int:
-    widths = () if rows is None else rows.shape[1:]
-    if rows is None or any(isinstance(width, torch.SymInt) for width in widths):
-        return 0
-    return math.prod(widths) * rows.element_size()
 
 
 class _Form(NamedTuple):
@@ -118,20 +110,20 @@ class _Form(NamedTuple):
 
 def _form(one: PlannedExperts) -> _Form:
     """Emit a region on gathered tokens, in two hops, or in chunks."""
-    region, proof, around = one.found.region, one.proof, one.around
-    assert around is not None and isinstance(proof, RowProof)
+    region, proof, effects = one.found.region, one.proof, one.effects
+    assert effects is not None and isinstance(proof, RowProof)
     if one.gathered is not None:
-        gathered = emit_gathered(one.gathered, around, _rank_in(region.group))
+        gathered = emit_gathered(one.gathered, effects, _rank_in(region.group))
         instead = {**gathered.instead, one.gathered.found.sums.total: gathered.result}
         return _Form(gathered.gathers, gathered.reduces, instead)
     if one.two_hops is not None:
-        two_hops = emit_two_hops(one.two_hops, proof, _cut(one), around)
+        two_hops = emit_two_hops(one.two_hops, proof, _cut(one), effects)
         return _Form(two_hops.hops, two_hops.combines, two_hops.instead)
     num, by_tokens = one.plan.num_chunks, one.plan.by_tokens
     rank = _rank_in(region.group) if one.plan.by_load else None
     for sort in proof.reordered:
         make_stable(sort)
-    chunks = emit_chunks(region, proof, num, around, by_tokens=by_tokens, rank_by_load=rank)
+    chunks = emit_chunks(region, proof, num, effects, by_tokens=by_tokens, rank_by_load=rank)
     return _Form(chunks.dispatches, chunks.combines, chunks.instead)
 
 

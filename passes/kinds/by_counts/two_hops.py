@@ -23,7 +23,7 @@ from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import plan_num_chunks
-from moe_compile.plan.decide import Hopping
+from moe_compile.plan.decide import TwoHops
 from moe_compile.plan.node_rounding import node_rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, RowProof
@@ -73,9 +73,9 @@ def two_hop_form(
         nodes=nodes,
         rounds=rounds,
     )
-    around = find_effects([replacement_by_two_hops(form, proof)]).around[region.name]
-    if isinstance(around, Left):
-        return Left(Reason.NOT_PROVEN, around.reason.value)
+    effects = find_effects([replacement_by_two_hops(form, proof)]).effects[region.name]
+    if isinstance(effects, Left):
+        return Left(Reason.NOT_PROVEN, effects.reason.value)
     return form
 
 
@@ -98,7 +98,6 @@ def replacement_by_two_hops(
             behind=(region.result, *found.after, *found.sums.tail),
             others=(found.gather, *form.told),
             read_once=tuple((factor, found.readers(factor)) for factor in found.factors),
-            counts_first=True,
             sliced=sliced,
         )
     return Replacement(
@@ -107,7 +106,6 @@ def replacement_by_two_hops(
         replaced=region.result,
         also_replaced=replaces_counts,
         others=form.told,
-        counts_first=True,
         sliced=sliced,
     )
 
@@ -188,14 +186,14 @@ def shape_of_hops(forms: Forms) -> HopShape | None:
     )
 
 
-def hopping_of(forms: Forms) -> Hopping | None:
+def two_hops_of(forms: Forms) -> TwoHops | None:
     """Return the choices to be priced; None without any form."""
     shape = shape_of_hops(forms)
     if shape is None:
         return None
     rounded = forms.get("rounded")
     form = next(form for form in forms.values() if isinstance(form, TwoHopForm))
-    return Hopping(
+    return TwoHops(
         shape=shape,
         weighted=form.found.weighted,
         can_be_exact=isinstance(forms.get("exact"), TwoHopForm),
