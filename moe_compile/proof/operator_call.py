@@ -25,6 +25,9 @@ from moe_compile.regions.row_domain import FROM_COUNTS, Fixed, Order, Outside, V
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
+SIZED: Final = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "expand"})
+"""Operators whose numbers are sizes, not values or positions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -164,7 +167,8 @@ class Call(Operator):
         return Left(Reason.UNKNOWN_OPERATOR, self.name)
 
 
-Rule = Callable[[Call], Value | list[Value]]
+Rule = Callable[[Call], Value | list[Value] | None]
+"""Returns None where the general rules apply."""
 
 
 def dim_of(dim: int, ndim: int) -> int:

@@ -37,7 +37,7 @@ from moe_compile.proof import (
     view_rules,
 )
 from moe_compile.proof.indexing import WRITES
-from moe_compile.proof.operator_call import Call, Rule, dim_of
+from moe_compile.proof.operator_call import SIZED, Call, Rule, dim_of
 from moe_compile.proof.within_rows import within_rows
 from moe_compile.regions.filled_orders import order_where_all_stand
 from moe_compile.regions.row_domain import (
@@ -154,22 +154,12 @@ def batched_matmul(call: Call) -> Value:
     return left
 
 
-SIZED: Final = frozenset(
-    {"view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "slice", "split_with_sizes"}
-)
-"""Operators whose numbers are sizes and positions, not values."""
-
 ROW_RULES: Final[dict[str, Rule]] = {
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), view_rules.reshaped),
-    **dict.fromkeys(view_rules.MOVED, view_rules.moved),
     "squeeze": view_rules.squeezed,
-    "select": view_rules.selected,
-    "unbind": view_rules.selected,
     "slice": view_rules.sliced,
     "split": view_rules.split,
     "split_with_sizes": view_rules.split,
     "cat": view_rules.joined,
-    "stack": view_rules.stacked,
     "constant_pad_nd": view_rules.padded,
     "copy": copied,
     "mm": matmul,
@@ -216,10 +206,10 @@ def _indexed(call: Call) -> Value | list[Value] | None:
 
 def _on_rows(call: Call) -> Value | list[Value]:
     rule = ROW_RULES.get(call.name)
+    if rule is not None and (found := rule(call)) is not None:
+        return found
     if call.reads_counts() and call.name not in SIZED:
         raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    if rule is not None:
-        return rule(call)
     return pointwise(call) if call.is_pointwise else within_rows(call)
 
 

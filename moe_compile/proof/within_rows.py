@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 import torch
 
-from moe_compile.dims.factors import Factor, Lost, holds
+from moe_compile.dims.factors import Factor, Lost, flat, holds, unify
 from moe_compile.dims.flow import Call as DimsCall
 from moe_compile.dims.flow import Flow, Followed, Notes, Picked
 from moe_compile.dims.operators import follow_operator
@@ -32,51 +32,71 @@ class _Lengths(SizeNumbers):
     def __init__(self, call: Call, rows: sympy.Expr) -> None:
         super().__init__()
         self._call, self._rows = call, rows
+        self.rows = self.number_for(rows, 0)
+        """The number of rows."""
 
     def product_of(self, size: Any) -> int:
-        """Return a number; one of its own for each formula, and for the number of rows."""
+        """Return a product of numbers and of primes: one for the rows, and for each other factor.
+
+        Rows of a constant number have a prime as well.
+        """
         formula = self._call.facts.formula(size)
-        if formula.is_Integer and formula != self._rows:
-            return int(formula)
-        return self.number_for(formula, size)
+        powers = formula.as_powers_dict()
+        if formula == self._rows or not all(n.is_Integer and n > 0 for n in powers.values()):
+            return self.number_for(formula, size)
+        number = 1
+        for factor, power in powers.items():
+            one = int(factor) if factor.is_Integer else self.number_for(factor, size)
+            number *= one ** int(power)
+        return number
 
 
 def within_rows(call: Call) -> Value | list[Value]:
     """Return the results of an operator that treats rows apart; raise Left where it does not."""
     values = [(tensor, call.value(tensor)) for tensor in call.inputs]
     if not all(isinstance(value, Rows | Fixed | Outside) for _, value in values):
-        raise call.unknown()
+        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     order = order_where_all_stand(value.order for _, value in values if isinstance(value, Rows))
     if order is None:
         raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
-    try:
-        flow, rows = _followed(call, values)
-    except Lost:
-        raise call.unknown() from None
-    if any(holds(dim, rows) for _, dim in flow.notes.closed):
-        raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
-    for tensor, value in values:
-        if not isinstance(value, Rows) and any(holds(dim, rows) for dim in flow.dims(tensor)):
-            raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
+    rows = [(tensor, value.dim) for tensor, value in values if isinstance(value, Rows)]
+    alike = [tensor for tensor, value in values if isinstance(value, Fixed) and value.is_uniform]
+    results: list[Value] = [Rows(dim, order) for dim in row_dims(call, rows, alike)]
+    for _, value in values:
         if isinstance(value, Outside):
             call.note_read(value, None, order, is_summed=True)
-    return [Rows(_place(call, flow, tensor, rows), order) for tensor in call.outputs]
+    return results
 
 
-def _followed(call: Call, values: Sequence[tuple[torch.Tensor, Value]]) -> tuple[Flow, Factor]:
-    """Return the flow of factors through the operator, and the factor that is the rows."""
-    lengths = [t.shape[value.dim] for t, value in values if isinstance(value, Rows)]
-    numbers = _Lengths(call, call.facts.formula(lengths[0]))
-    flow, rows = Flow(call.node, numbers, Notes()), Factor(numbers.product_of(lengths[0]))
-    for tensor, value in values:
-        dims = [[Factor(size)] for size in flow.sizes(tensor)]
-        if isinstance(value, Rows):
-            dims[value.dim] = [rows]
-        flow.put(Followed(tensor, dims))
-    picked: list[Picked] = [[] for _ in call.outputs]
-    follow_operator(DimsCall(call.node, call.func, call.args, call.kwargs, call.out, flow, picked))
+def row_dims(
+    call: Call, given: Sequence[tuple[torch.Tensor, int]], alike: Sequence[torch.Tensor] = ()
+) -> list[int]:
+    """Return the dimension of each result that holds the rows; raise Left where they are mixed.
+
+    `given` are the inputs that have rows, with their dimensions. Of the other inputs those in
+    `alike`, which have one value everywhere, may have an entry for each row.
+    """
+    numbers = _Lengths(call, call.facts.formula(given[0][0].shape[given[0][1]]))
+    flow, rows = Flow(call.node, numbers, Notes()), Factor(numbers.rows)
+    try:
+        for tensor in call.inputs:
+            flow.put(Followed(tensor, [[Factor(size)] for size in flow.sizes(tensor)]))
+        for tensor, dim in given:
+            unify([rows], flow.dims(tensor)[dim])
+        picked: list[Picked] = [[] for _ in call.outputs]
+        done = DimsCall(call.node, call.func, call.args, call.kwargs, call.out, flow, picked)
+        follow_operator(done)
+    except Lost:
+        raise call.unknown() from None
     flow.close([factor] for one in picked for factor, _ in one)
-    return flow, rows
+    (rows,) = flat([rows])  # a prime is never split
+    if any(holds(dim, rows) for _, dim in flow.notes.closed):
+        raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
+    may_have = {id(tensor) for tensor in (*alike, *(tensor for tensor, _ in given))}
+    for tensor in call.inputs:
+        if id(tensor) not in may_have and any(holds(dim, rows) for dim in flow.dims(tensor)):
+            raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
+    return [_place(call, flow, tensor, rows) for tensor in call.outputs]
 
 
 def _place(call: Call, flow: Flow, tensor: torch.Tensor, rows: Factor) -> int:
