@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from moe_compile.dims.operators import product, rule_of
 from moe_compile.dims.record import Operator
 from moe_compile.graph.memory import storages_of
 from moe_compile.journal.left import Left
@@ -124,6 +125,11 @@ class Call(Operator):
     def facts(self) -> CountFacts:
         """The facts about the counts."""
         return self.known.facts
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the operator multiplies its last two inputs, matrices or batches of them."""
+        return rule_of(self.func) is product
 
     def value(self, tensor: torch.Tensor) -> Value:
         """Return the value of an input."""

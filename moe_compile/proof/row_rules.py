@@ -106,54 +106,6 @@ def _check_sizes(call: Call, constant: torch.Tensor, row_dim: int, order: Order)
             raise Left(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns of a constant")
 
 
-def matmul(call: Call) -> Value:
-    """`[R, K] @ [K, N]` or its transpose, the matrix read by rows of one expert only."""
-    left, right = call.argument("self"), call.argument("mat2")
-    bias = None
-    if call.name == "addmm":
-        bias, left, right = left, call.argument("mat1"), right
-    values = [call.value(left), call.value(right)]
-    if all(isinstance(v, Rows) for v in values):
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows by rows")
-    side = 0 if isinstance(values[0], Rows) else 1
-    rows, matrix = values[side], values[1 - side]
-    if not isinstance(rows, Rows) or isinstance(matrix, FROM_COUNTS):
-        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    if rows.dim != side:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
-    if call.expert_of(rows.order) is None:
-        detail = f"{call.name} over rows of several experts rounds by their number"
-        raise Left(Reason.SHARED_PARAMETER, detail)
-    if isinstance(matrix, Outside):
-        call.note_read(matrix, None, rows.order)
-    if bias is not None:
-        _bias(call, bias, rows, side)
-    return Rows(side, rows.order)
-
-
-def _bias(call: Call, bias: torch.Tensor, rows: Rows, dim: int) -> None:
-    value = call.value(bias)
-    from_right = 2 - dim
-    if isinstance(value, Rows):
-        if value.order != rows.order or bias.dim() - value.dim != from_right:
-            raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
-        return
-    if isinstance(value, FROM_COUNTS):
-        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    if bias.dim() >= from_right and call.shape(bias)[-from_right] != 1:
-        raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
-    if isinstance(value, Outside):
-        call.note_read(value, None, rows.order, is_summed=True)
-
-
-def batched_matmul(call: Call) -> Value:
-    """One small product per row."""
-    left, right = (call.value(t) for t in call.inputs)
-    if left != right or not isinstance(left, Rows) or left.dim != 0:
-        raise call.unknown()
-    return left
-
-
 ROW_RULES: Final[dict[str, Rule]] = {
     "squeeze": view_rules.squeezed,
     "slice": view_rules.sliced,
@@ -162,9 +114,6 @@ ROW_RULES: Final[dict[str, Rule]] = {
     "cat": view_rules.joined,
     "constant_pad_nd": view_rules.padded,
     "copy": copied,
-    "mm": matmul,
-    "addmm": matmul,
-    "bmm": batched_matmul,
     "_grouped_mm": grouped_rules.grouped_matmul,
 }  # fmt: skip
 """Operators on rows, beside indexing, those tagged pointwise and those that treat rows apart."""

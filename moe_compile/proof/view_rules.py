@@ -164,11 +164,11 @@ def joined(call: Call) -> Value | None:
 def padded(call: Call) -> Value | None:
     """Constants behind the last row, and around each."""
     tensor, rows = the_rows(call)
-    amounts = list(call.argument("pad"))
     place = 2 * (tensor.dim() - 1 - rows.dim)
-    if call.reads_counts() or not any(amounts[place : place + 2]):
+    amounts = [call.facts.formula(a) for a in call.argument("pad")][place : place + 2]
+    if call.reads_counts() or all(amount == 0 for amount in amounts):
         return None
-    ahead, after = amounts[place : place + 2]
-    if ahead != 0 or after < 0:  # a negative amount cuts rows off
+    ahead, behind = amounts
+    if ahead != 0 or not behind.is_nonnegative:  # a negative amount cuts rows off
         raise call.unknown()
-    return Rows(rows.dim, join([rows.order, (padding(call.facts.formula(after)),)]))
+    return Rows(rows.dim, join([rows.order, (padding(behind),)]))

@@ -62,9 +62,15 @@ def within_rows(call: Call) -> Value | list[Value]:
     rows = [(tensor, value.dim) for tensor, value in values if isinstance(value, Rows)]
     alike = [tensor for tensor, value in values if isinstance(value, Fixed) and value.is_uniform]
     results: list[Value] = [Rows(dim, order) for dim in row_dims(call, rows, alike)]
-    for _, value in values:
+    in_matrix = call.is_product and any(dim >= tensor.dim() - 2 for tensor, dim in rows)
+    if in_matrix and call.expert_of(order) is None:
+        detail = f"{call.name} over rows of several experts rounds by their number"
+        raise Left(Reason.SHARED_PARAMETER, detail)
+    factors = call.inputs[-2:] if call.is_product else ()
+    for tensor, value in values:
         if isinstance(value, Outside):
-            call.note_read(value, None, order, is_summed=True)
+            is_summed = all(tensor is not factor for factor in factors)
+            call.note_read(value, None, order, is_summed=is_summed)
     return results
 
 
