@@ -371,9 +371,7 @@ def rule_of(func: torch._ops.OpOverload) -> Rule | None:
     name = operator_name(func)
     if (named := RULES.get(name)) is not None:
         return named
-    if func.namespace not in ("aten", "prims"):
-        return None
-    overloads = _overloads(name)
+    overloads = _overloads(name)  # none of other namespaces
     if any(torch.Tag.pointwise in one.tags for one in (func, *_of_prims(func, overloads))):
         return pointwise
     keeps = any(a.name == "keepdim" for one in overloads for a in one._schema.arguments)

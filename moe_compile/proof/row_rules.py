@@ -23,8 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import torch
-
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof import (
@@ -39,71 +37,23 @@ from moe_compile.proof import (
 from moe_compile.proof.indexing import WRITES
 from moe_compile.proof.operator_call import SIZED, Call, Rule, dim_of
 from moe_compile.proof.within_rows import within_rows
-from moe_compile.regions.filled_orders import order_where_all_stand
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
-    Fixed,
-    Labels,
-    LabelTable,
     OfExpert,
-    Order,
     Outside,
     PerExpertTable,
     Rows,
     Value,
-    length,
 )
 
-SUMMED: Final = ("mul", "add", "sub")
-"""Elementwise operators whose operands have sums of products as gradients, one per element."""
 
-
-def pointwise(call: Call) -> Value:
-    """Rows meet rows of the same order, their labels, constants, parameters of their one expert."""
-    parts = [(t, _with_labels(call.value(t))) for t in call.inputs]
-    if any(isinstance(v, FROM_COUNTS) for _, v in parts):
-        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    if not any(isinstance(call.value(t), Rows) for t in call.inputs):
-        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    seats = {t.dim() - v.dim for t, v in parts if isinstance(v, Rows)}
-    order = order_where_all_stand(v.order for _, v in parts if isinstance(v, Rows))
-    if len(seats) != 1 or order is None:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
-    (from_right,) = seats
-    for tensor, value in parts:
-        if isinstance(value, Fixed):
-            _check_sizes(call, tensor, tensor.dim() - from_right, order)
-        uniform = isinstance(value, Rows) or (isinstance(value, Fixed) and value.is_uniform)
-        if not uniform and tensor.dim() >= from_right and call.shape(tensor)[-from_right] != 1:
-            raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
-        if isinstance(value, Outside):
-            call.note_read(value, None, order, is_summed=call.name in SUMMED)
-    return Rows(call.outputs[0].dim() - from_right, order)
-
-
-def _with_labels(value: Value) -> Value:
-    """Return labels as the rows that they label: each row's is its own, for any counts."""
-    if isinstance(value, Labels):
-        return Rows(0, value.order)
-    return Rows(value.dim, value.order) if isinstance(value, LabelTable) else value
-
-
-def copied(call: Call) -> Value:
+def copied(call: Call) -> Value | None:
     """The source of `copy`; the values it is written over do not matter."""
     source = call.argument("src")
     value = call.value(source)
     if isinstance(value, Rows) and call.shape(source) == call.shape(call.outputs[0]):
         return value
-    return pointwise(call)
-
-
-def _check_sizes(call: Call, constant: torch.Tensor, row_dim: int, order: Order) -> None:
-    """Refuse a constant beside rows whose sizes do not fit the rows, or depend on counts."""
-    for dim, size in enumerate(call.shape(constant)):
-        if dim == row_dim and size not in (1, length(order)):
-            raise Left(Reason.ROWS_FROM_OUTSIDE, f"{call.name}: {size} rows of a constant")
-        if dim != row_dim and call.facts.depends_on_counts(constant.shape[dim]):
-            raise Left(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns of a constant")
+    return None
 
 
 ROW_RULES: Final[dict[str, Rule]] = {
@@ -116,7 +66,8 @@ ROW_RULES: Final[dict[str, Rule]] = {
     "copy": copied,
     "_grouped_mm": grouped_rules.grouped_matmul,
 }  # fmt: skip
-"""Operators on rows, beside indexing, those tagged pointwise and those that treat rows apart."""
+"""Operators along the rows, where the counts say which rows these are; all others are followed by
+the table of `moe_compile/dims/operators.py`."""
 
 
 def apply(call: Call) -> Value | list[Value]:
@@ -159,7 +110,7 @@ def _on_rows(call: Call) -> Value | list[Value]:
         return found
     if call.reads_counts() and call.name not in SIZED:
         raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    return pointwise(call) if call.is_pointwise else within_rows(call)
+    return within_rows(call)
 
 
 def from_outside(call: Call, given: Sequence[Outside]) -> Value | list[Value]:

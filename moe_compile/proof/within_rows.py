@@ -3,13 +3,16 @@
 Contract
     Rows are a factor of their dimension. Raises Left where, by the table, rows are mixed, or meet
     entries that are not in their order.
-    A tensor read beside rows is taken to have a gradient that is a sum over them.
+    A product over rows is of rows of one expert only: it rounds by their number.
+    A tensor read beside rows is taken to have a gradient that is a sum over them: of terms that
+    are each computed of one row, unless it is multiplied by rows as a matrix, or is an operand of
+    an elementwise operator that is not in `SUMMED`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import sympy
 import torch
@@ -23,7 +26,10 @@ from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call
 from moe_compile.regions.filled_orders import order_where_all_stand
-from moe_compile.regions.row_domain import Fixed, Outside, Rows, Value
+from moe_compile.regions.row_domain import Fixed, Labels, LabelTable, Outside, Rows, Value
+
+SUMMED: Final = ("mul", "add", "sub")
+"""Elementwise operators whose operands have sums of products as gradients, one per element."""
 
 
 class _Lengths(SizeNumbers):
@@ -53,7 +59,7 @@ class _Lengths(SizeNumbers):
 
 def within_rows(call: Call) -> Value | list[Value]:
     """Return the results of an operator that treats rows apart; raise Left where it does not."""
-    values = [(tensor, call.value(tensor)) for tensor in call.inputs]
+    values = [(tensor, _with_labels(call.value(tensor))) for tensor in call.inputs]
     if not all(isinstance(value, Rows | Fixed | Outside) for _, value in values):
         raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     order = order_where_all_stand(value.order for _, value in values if isinstance(value, Rows))
@@ -67,11 +73,19 @@ def within_rows(call: Call) -> Value | list[Value]:
         detail = f"{call.name} over rows of several experts rounds by their number"
         raise Left(Reason.SHARED_PARAMETER, detail)
     factors = call.inputs[-2:] if call.is_product else ()
+    may_sum = call.name in SUMMED or not call.is_pointwise
     for tensor, value in values:
         if isinstance(value, Outside):
-            is_summed = all(tensor is not factor for factor in factors)
+            is_summed = may_sum and all(tensor is not factor for factor in factors)
             call.note_read(value, None, order, is_summed=is_summed)
     return results
+
+
+def _with_labels(value: Value) -> Value:
+    """Return labels as the rows that they label: each row's is its own, for any counts."""
+    if isinstance(value, Labels):
+        return Rows(0, value.order)
+    return Rows(value.dim, value.order) if isinstance(value, LabelTable) else value
 
 
 def row_dims(
@@ -98,11 +112,19 @@ def row_dims(
     (rows,) = flat([rows])  # a prime is never split
     if any(holds(dim, rows) for _, dim in flow.notes.closed):
         raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
-    may_have = {id(tensor) for tensor in (*alike, *(tensor for tensor, _ in given))}
-    for tensor in call.inputs:
-        if id(tensor) not in may_have and any(holds(dim, rows) for dim in flow.dims(tensor)):
-            raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
+    _check_others(call, flow, rows, [*alike, *(tensor for tensor, _ in given)])
     return [_place(call, flow, tensor, rows) for tensor in call.outputs]
+
+
+def _check_others(call: Call, flow: Flow, rows: Factor, have: Sequence[torch.Tensor]) -> None:
+    """Refuse an entry for each row in inputs but those that `have` them, and sizes by counts."""
+    for tensor in call.inputs:
+        for dim, size in zip(flow.dims(tensor), tensor.shape, strict=True):
+            if not holds(dim, rows):
+                if call.facts.depends_on_counts(size):
+                    raise Left(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns")
+            elif all(tensor is not one for one in have):
+                raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
 
 
 def _place(call: Call, flow: Flow, tensor: torch.Tensor, rows: Factor) -> int:
