@@ -7,13 +7,14 @@ Contract
     The number of rows stands in one dimension, that of the rows; every other is known without
     the counts. An argument that no rule looks at has its default value, or the call is refused.
 
-Products are of rows of one expert only, padded at most by its own count: a chunk has all of them,
-so their number is the same.
+Views, elementwise operators, products and all else that treats rows apart are followed by one table
+of operators (within_rows.py). The rules here are for operators whose rows the counts tell: where
+they are cut and joined, and which of them an index takes.
 
 A tensor made from tensors outside the region alone records which ones, and which entry. An entry
 is recorded only where it was taken from an input of the region itself.
 
-`UNDERSTOOD` has the arguments that the rules look at, by operator.
+`UNDERSTOOD` has the arguments that the rules look at, by operator; the table reads all of its own.
 A call that gives any other argument a value other than its default is refused: that argument
 may change which rows meet, or how a gradient is summed.
 """
@@ -140,26 +141,12 @@ def _entries(call: Call) -> list[int] | None:
 
 UNDERSTOOD: Final[dict[str, frozenset[str]]] = {
     "view": frozenset({"self", "size"}),
-    "_unsafe_view": frozenset({"self", "size"}),
-    "reshape": frozenset({"self", "shape"}),
-    "_reshape_alias": frozenset({"self", "size", "stride"}),
-    "permute": frozenset({"self", "dims"}),
-    "transpose": frozenset({"self", "dim0", "dim1"}),
-    "t": frozenset({"self"}),
-    "unsqueeze": frozenset({"self", "dim"}),
-    "expand": frozenset({"self", "size"}),
     "squeeze": frozenset({"self", "dim"}),
-    "select": frozenset({"self", "dim", "index"}),
-    "unbind": frozenset({"self", "dim"}),
     "slice": frozenset({"self", "dim", "start", "end", "step"}),
     "split": frozenset({"self", "split_size", "dim"}),
     "split_with_sizes": frozenset({"self", "split_sizes", "dim"}),
     "cat": frozenset({"tensors", "dim"}),
-    "stack": frozenset({"tensors", "dim"}),
     "constant_pad_nd": frozenset({"self", "pad", "value"}),
-    "mm": frozenset({"self", "mat2"}),
-    "addmm": frozenset({"self", "mat1", "mat2"}),
-    "bmm": frozenset({"self", "mat2"}),
     "_grouped_mm": frozenset({"self", "mat2", "offs", "out_dtype"}),
     "index": frozenset({"self", "indices"}),
     "index_select": frozenset({"self", "dim", "index"}),

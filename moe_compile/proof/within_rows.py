@@ -3,7 +3,8 @@
 Contract
     Rows are a factor of their dimension. Raises Left where, by the table, rows are mixed, or meet
     entries that are not in their order.
-    A product over rows is of rows of one expert only: it rounds by their number.
+    A product over rows is of rows of one expert only, padded at most by its own count: it rounds by
+    their number, and a chunk has all of them.
     A tensor read beside rows is taken to have a gradient that is a sum over them: of terms that
     are each computed of one row, unless it is multiplied by rows as a matrix, or is an operand of
     an elementwise operator that is not in `SUMMED`.
@@ -110,26 +111,33 @@ def row_dims(
         raise call.unknown() from None
     flow.close([factor] for one in picked for factor, _ in one)
     (rows,) = flat([rows])  # a prime is never split
-    if any(holds(dim, rows) for _, dim in flow.notes.closed):
-        raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
-    _check_others(call, flow, rows, [*alike, *(tensor for tensor, _ in given)])
+    _check(call, flow, rows, [*alike, *(tensor for tensor, _ in given)])
     return [_place(call, flow, tensor, rows) for tensor in call.outputs]
 
 
-def _check_others(call: Call, flow: Flow, rows: Factor, have: Sequence[torch.Tensor]) -> None:
-    """Refuse an entry for each row in inputs but those that `have` them, and sizes by counts."""
+def _check(call: Call, flow: Flow, rows: Factor, have: Sequence[torch.Tensor]) -> None:
+    """Refuse rows that come together, an entry for each in inputs but `have`, sizes by counts."""
+    closed = [dim for _, dim in flow.notes.closed]
+    are_mixed = any(holds(dim, rows) for dim in closed)
+    for tensor in call.inputs:
+        if all(tensor is not one for one in have):
+            factors = [factor for dim in flow.dims(tensor) for factor in dim]
+            meet = are_mixed and any(holds(dim, factor) for factor in factors for dim in closed)
+            if meet or holds(factors, rows):
+                raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
+    if are_mixed:
+        raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
     for tensor in call.inputs:
         for dim, size in zip(flow.dims(tensor), tensor.shape, strict=True):
-            if not holds(dim, rows):
-                if call.facts.depends_on_counts(size):
-                    raise Left(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns")
-            elif all(tensor is not one for one in have):
-                raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
+            if not holds(dim, rows) and call.facts.depends_on_counts(size):
+                raise Left(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns")
 
 
 def _place(call: Call, flow: Flow, tensor: torch.Tensor, rows: Factor) -> int:
     """Return the dimension of a result that holds the rows, and nothing else."""
     found = [] if flow.of(tensor).dims is None else flow.dims(tensor)
-    if found.count([rows]) != 1:
+    if found.count([rows]) > 1:
+        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows by rows")
+    if [rows] not in found:
         raise call.unknown()
     return found.index([rows])
