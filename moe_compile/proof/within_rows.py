@@ -111,19 +111,26 @@ def row_dims(
         raise call.unknown() from None
     flow.close([factor] for one in picked for factor, _ in one)
     (rows,) = flat([rows])  # a prime is never split
-    _check(call, flow, rows, [*alike, *(tensor for tensor, _ in given)])
+    _check(call, flow, rows, [tensor for tensor, _ in given], alike)
     return [_place(call, flow, tensor, rows) for tensor in call.outputs]
 
 
-def _check(call: Call, flow: Flow, rows: Factor, have: Sequence[torch.Tensor]) -> None:
-    """Refuse rows that come together, an entry for each in inputs but `have`, sizes by counts."""
+def _check(
+    call: Call,
+    flow: Flow,
+    rows: Factor,
+    have: Sequence[torch.Tensor],
+    alike: Sequence[torch.Tensor],
+) -> None:
+    """Refuse rows that come together, an entry for each in other inputs, and sizes by counts."""
     closed = [dim for _, dim in flow.notes.closed]
     are_mixed = any(holds(dim, rows) for dim in closed)
     for tensor in call.inputs:
         if all(tensor is not one for one in have):
             factors = [factor for dim in flow.dims(tensor) for factor in dim]
-            meet = are_mixed and any(holds(dim, factor) for factor in factors for dim in closed)
-            if meet or holds(factors, rows):
+            own = [factor for factor in factors if factor is not rows]
+            meet = are_mixed and any(holds(dim, factor) for factor in own for dim in closed)
+            if meet or (len(own) < len(factors) and all(tensor is not one for one in alike)):
                 raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     if are_mixed:
         raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
