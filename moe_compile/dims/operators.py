@@ -248,7 +248,7 @@ def _normed(call: Call) -> Each:
     return (call.dims(), *([*outer, *([] for _ in range(num_last))] for _ in call.outputs[1:]))
 
 
-def _product(call: Call) -> Dims:
+def product(call: Call) -> Dims:
     """Follow a product of matrices, batched or not, plus the tensor it is added to."""
     *added, left, right = call.inputs
     (*outer, rows, mine), (*same, its, columns) = call.dims(left), call.dims(right)
@@ -333,7 +333,7 @@ RULES: Final[dict[str, Rule]] = {
     **_rules(_sampled, "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
     **_rules(_sampled, "max_pool2d_with_indices", "max_pool3d_with_indices"),
     **_rules(_placed, "gather", "scatter", "scatter_add", "scatter_reduce"),
-    **_rules(_product, "mm", "addmm", "bmm", "baddbmm"),
+    **_rules(product, "mm", "addmm", "bmm", "baddbmm"),
     **_rules(_normed, "native_layer_norm", "_fused_rms_norm"),
     **_rules(_attended, "scaled_dot_product_attention", "_scaled_dot_product_efficient_attention"),
     **_rules(_attended, "_scaled_dot_product_flash_attention"),
@@ -371,9 +371,7 @@ def rule_of(func: torch._ops.OpOverload) -> Rule | None:
     name = operator_name(func)
     if (named := RULES.get(name)) is not None:
         return named
-    if func.namespace not in ("aten", "prims"):
-        return None
-    overloads = _overloads(name)
+    overloads = _overloads(name)  # none of other namespaces
     if any(torch.Tag.pointwise in one.tags for one in (func, *_of_prims(func, overloads))):
         return pointwise
     keeps = any(a.name == "keepdim" for one in overloads for a in one._schema.arguments)

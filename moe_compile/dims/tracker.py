@@ -67,20 +67,16 @@ def is_movement(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.all_input_nodes[0]
         return operator_name(source) in CUTS and isinstance(node.args[1], int)
-    if is_form(node):
-        return _keeps_type(node)
-    return is_all_to_all(node) or operator_name(node) in COPIES | SWAPS | SHIFTS | CUTS | OTHERS
-
-
-def _keeps_type(form: fx.Node) -> bool:
-    """Whether elements keep their type: `x.view(dtype)` makes others of the same bytes."""
-    made, given = tensor_of(form), tensor_of(form.all_input_nodes[0])
-    return made is not None and given is not None and made.dtype is given.dtype
+    moves = operator_name(node) in COPIES | SWAPS | SHIFTS | CUTS | OTHERS
+    return is_form(node) or is_all_to_all(node) or moves
 
 
 def is_form(node: fx.Node) -> bool:
-    """Whether the node's arguments name the sizes of its result."""
-    return operator_name(node) in FORMS
+    """Whether the node regroups dimensions, and keeps elements: `x.view(dtype)` makes others."""
+    if operator_name(node) not in FORMS:
+        return False
+    made, given = tensor_of(node), tensor_of(node.all_input_nodes[0])
+    return made is not None and given is not None and made.dtype is given.dtype
 
 
 def sizes_of(node: fx.Node, numbers: SizeNumbers = NO_SYMBOLS) -> list[int]:

@@ -24,8 +24,8 @@ from moe_compile.dims.record import SAME_VALUES
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof import count_rules, order_rules
-from moe_compile.proof.operator_call import Call, dim_of
-from moe_compile.proof.view_rules import MOVED
+from moe_compile.proof.operator_call import SIZED, Call, dim_of
+from moe_compile.proof.within_rows import row_dims
 from moe_compile.regions.label_bins import bins_of
 from moe_compile.regions.outside_reads import is_differentiable
 from moe_compile.regions.row_domain import (
@@ -268,7 +268,6 @@ LABEL_MOVES: Final = frozenset(
     }
 )  # fmt: skip
 """Operators that give a vector dimensions of size 1, or take them away."""
-WITH_ALL: Final = ("permute", "transpose", "t", "unsqueeze")
 INTEGERS: Final = (torch.int32, torch.int64, torch.bool)
 
 
@@ -280,8 +279,10 @@ def follow(call: Call) -> Value | None:
     orders = {value.order for _, value in labelled}
     if len(orders) != 1 or call.reads_counts() or call.outputs[0].dtype not in INTEGERS:
         return None
+    if len(call.outputs) != 1 or call.name in SIZED:
+        return None
     dim = _dim_of_runs(call, [(t, _dim(v)) for t, v in labelled])
-    if dim is None or len(call.outputs) != 1 or (of_runs := _on_runs(call)) is None:
+    if dim is None or (of_runs := _on_runs(call)) is None:
         return None
     (order,) = orders
     if of_runs.dim() == 1:
@@ -323,20 +324,10 @@ def _dim(value: Labels | LabelTable) -> int:
 
 def _dim_of_runs(call: Call, labelled: list[tuple[torch.Tensor, int]]) -> int | None:
     """Return the dimension of the result that goes along the rows; None where it is not known."""
-    (tensor, dim), *others = labelled
-    if call.name in WITH_ALL and not others:
-        return MOVED[call.name](call, dim, tensor.dim())
-    if call.name == "select" and not others:
-        selected = dim_of(call.argument("dim"), tensor.dim())
-        return None if selected == dim else dim - (selected < dim)
-    from_right = {t.dim() - d for t, d in labelled}
-    if not (call.is_pointwise or call.name in SAME_VALUES) or len(from_right) != 1:
+    try:
+        return row_dims(call, labelled)[0]
+    except Left:
         return None
-    (place,) = from_right
-    constants = [t for t in call.inputs if all(t is not labels for labels, _ in labelled)]
-    if any(t.dim() >= place and call.shape(t)[-place] != 1 for t in constants):
-        return None
-    return call.outputs[0].dim() - place
 
 
 def _on_runs(call: Call) -> torch.Tensor | None:

@@ -32,8 +32,6 @@ BLOCK_BYTES: Final = 128
 """Two vectors of AVX-512, the longest in use; blocks of shorter ones end where these do
 (`vectorized_loop` in ATen/native/cpu/Loops.h)."""
 
-PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "_grouped_mm"})
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -61,7 +59,7 @@ class RowBits:
 
     def follow(self, call: Call, results: Sequence[Value]) -> None:
         """Take in `call` and the proven values of its outputs, before anything is written."""
-        computes = call.is_pointwise or call.name in PRODUCTS
+        computes = call.is_pointwise or call.is_product or call.name == "_grouped_mm"
         if computes and call.name not in SAME_VALUES:
             for tensor, value in zip(call.outputs, results, strict=True):
                 self.note(call.node, _of_rows(tensor, value.dim) if isinstance(value, Rows) else "")

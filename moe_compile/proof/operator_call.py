@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from moe_compile.dims.operators import product, rule_of
 from moe_compile.dims.record import Operator
 from moe_compile.graph.memory import storages_of
 from moe_compile.journal.left import Left
@@ -24,6 +25,9 @@ from moe_compile.regions.outside_reads import Reads, is_differentiable
 from moe_compile.regions.row_domain import FROM_COUNTS, Fixed, Order, Outside, Value, length
 
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+SIZED: Final = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "expand"})
+"""Operators whose numbers are sizes, not values or positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,11 @@ class Call(Operator):
         """The facts about the counts."""
         return self.known.facts
 
+    @property
+    def is_product(self) -> bool:
+        """Whether the operator multiplies its last two inputs, matrices or batches of them."""
+        return rule_of(self.func) is product
+
     def value(self, tensor: torch.Tensor) -> Value:
         """Return the value of an input."""
         return self.known.value(tensor)
@@ -164,7 +173,8 @@ class Call(Operator):
         return Left(Reason.UNKNOWN_OPERATOR, self.name)
 
 
-Rule = Callable[[Call], Value | list[Value]]
+Rule = Callable[[Call], Value | list[Value] | None]
+"""Returns None where the general rules apply."""
 
 
 def dim_of(dim: int, ndim: int) -> int:

@@ -7,13 +7,14 @@ Contract
     The number of rows stands in one dimension, that of the rows; every other is known without
     the counts. An argument that no rule looks at has its default value, or the call is refused.
 
-Products are of rows of one expert only, padded at most by its own count: a chunk has all of them,
-so their number is the same.
+Views, elementwise operators, products and all else that treats rows apart are followed by one table
+of operators (within_rows.py). The rules here are for operators whose rows the counts tell: where
+they are cut and joined, and which of them an index takes.
 
 A tensor made from tensors outside the region alone records which ones, and which entry. An entry
 is recorded only where it was taken from an input of the region itself.
 
-`UNDERSTOOD` has the arguments that the rules look at, by operator.
+`UNDERSTOOD` has the arguments that the rules look at, by operator; the table reads all of its own.
 A call that gives any other argument a value other than its default is refused: that argument
 may change which rows meet, or how a gradient is summed.
 """
@@ -22,8 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
-
-import torch
 
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
@@ -37,147 +36,39 @@ from moe_compile.proof import (
     view_rules,
 )
 from moe_compile.proof.indexing import WRITES
-from moe_compile.proof.operator_call import Call, Rule, dim_of
+from moe_compile.proof.operator_call import SIZED, Call, Rule, dim_of
 from moe_compile.proof.within_rows import within_rows
-from moe_compile.regions.filled_orders import order_where_all_stand
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
-    Fixed,
-    Labels,
-    LabelTable,
     OfExpert,
-    Order,
     Outside,
     PerExpertTable,
     Rows,
     Value,
-    length,
 )
 
-SUMMED: Final = ("mul", "add", "sub")
-"""Elementwise operators whose operands have sums of products as gradients, one per element."""
 
-
-def pointwise(call: Call) -> Value:
-    """Rows meet rows of the same order, their labels, constants, parameters of their one expert."""
-    parts = [(t, _with_labels(call.value(t))) for t in call.inputs]
-    if any(isinstance(v, FROM_COUNTS) for _, v in parts):
-        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    if not any(isinstance(call.value(t), Rows) for t in call.inputs):
-        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    seats = {t.dim() - v.dim for t, v in parts if isinstance(v, Rows)}
-    order = order_where_all_stand(v.order for _, v in parts if isinstance(v, Rows))
-    if len(seats) != 1 or order is None:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
-    (from_right,) = seats
-    for tensor, value in parts:
-        if isinstance(value, Fixed):
-            _check_sizes(call, tensor, tensor.dim() - from_right, order)
-        uniform = isinstance(value, Rows) or (isinstance(value, Fixed) and value.is_uniform)
-        if not uniform and tensor.dim() >= from_right and call.shape(tensor)[-from_right] != 1:
-            raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
-        if isinstance(value, Outside):
-            call.note_read(value, None, order, is_summed=call.name in SUMMED)
-    return Rows(call.outputs[0].dim() - from_right, order)
-
-
-def _with_labels(value: Value) -> Value:
-    """Return labels as the rows that they label: each row's is its own, for any counts."""
-    if isinstance(value, Labels):
-        return Rows(0, value.order)
-    return Rows(value.dim, value.order) if isinstance(value, LabelTable) else value
-
-
-def copied(call: Call) -> Value:
+def copied(call: Call) -> Value | None:
     """The source of `copy`; the values it is written over do not matter."""
     source = call.argument("src")
     value = call.value(source)
     if isinstance(value, Rows) and call.shape(source) == call.shape(call.outputs[0]):
         return value
-    return pointwise(call)
+    return None
 
-
-def _check_sizes(call: Call, constant: torch.Tensor, row_dim: int, order: Order) -> None:
-    """Refuse a constant beside rows whose sizes do not fit the rows, or depend on counts."""
-    for dim, size in enumerate(call.shape(constant)):
-        if dim == row_dim and size not in (1, length(order)):
-            raise Left(Reason.ROWS_FROM_OUTSIDE, f"{call.name}: {size} rows of a constant")
-        if dim != row_dim and call.facts.depends_on_counts(constant.shape[dim]):
-            raise Left(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns of a constant")
-
-
-def matmul(call: Call) -> Value:
-    """`[R, K] @ [K, N]` or its transpose, the matrix read by rows of one expert only."""
-    left, right = call.argument("self"), call.argument("mat2")
-    bias = None
-    if call.name == "addmm":
-        bias, left, right = left, call.argument("mat1"), right
-    values = [call.value(left), call.value(right)]
-    if all(isinstance(v, Rows) for v in values):
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows by rows")
-    side = 0 if isinstance(values[0], Rows) else 1
-    rows, matrix = values[side], values[1 - side]
-    if not isinstance(rows, Rows) or isinstance(matrix, FROM_COUNTS):
-        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    if rows.dim != side:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
-    if call.expert_of(rows.order) is None:
-        detail = f"{call.name} over rows of several experts rounds by their number"
-        raise Left(Reason.SHARED_PARAMETER, detail)
-    if isinstance(matrix, Outside):
-        call.note_read(matrix, None, rows.order)
-    if bias is not None:
-        _bias(call, bias, rows, side)
-    return Rows(side, rows.order)
-
-
-def _bias(call: Call, bias: torch.Tensor, rows: Rows, dim: int) -> None:
-    value = call.value(bias)
-    from_right = 2 - dim
-    if isinstance(value, Rows):
-        if value.order != rows.order or bias.dim() - value.dim != from_right:
-            raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
-        return
-    if isinstance(value, FROM_COUNTS):
-        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    if bias.dim() >= from_right and call.shape(bias)[-from_right] != 1:
-        raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
-    if isinstance(value, Outside):
-        call.note_read(value, None, rows.order, is_summed=True)
-
-
-def batched_matmul(call: Call) -> Value:
-    """One small product per row."""
-    left, right = (call.value(t) for t in call.inputs)
-    if left != right or not isinstance(left, Rows) or left.dim != 0:
-        raise call.unknown()
-    return left
-
-
-SIZED: Final = frozenset(
-    {"view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "slice", "split_with_sizes"}
-)
-"""Operators whose numbers are sizes and positions, not values."""
 
 ROW_RULES: Final[dict[str, Rule]] = {
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), view_rules.reshaped),
-    **dict.fromkeys(view_rules.MOVED, view_rules.moved),
     "squeeze": view_rules.squeezed,
-    "select": view_rules.selected,
-    "unbind": view_rules.selected,
     "slice": view_rules.sliced,
     "split": view_rules.split,
     "split_with_sizes": view_rules.split,
     "cat": view_rules.joined,
-    "stack": view_rules.stacked,
     "constant_pad_nd": view_rules.padded,
     "copy": copied,
-    "mm": matmul,
-    "addmm": matmul,
-    "bmm": batched_matmul,
     "_grouped_mm": grouped_rules.grouped_matmul,
 }  # fmt: skip
-"""Operators on rows, beside indexing, those tagged pointwise and those that treat rows apart."""
+"""Operators along the rows, where the counts say which rows these are; all others are followed by
+the table of `moe_compile/dims/operators.py`."""
 
 
 def apply(call: Call) -> Value | list[Value]:
@@ -216,11 +107,11 @@ def _indexed(call: Call) -> Value | list[Value] | None:
 
 def _on_rows(call: Call) -> Value | list[Value]:
     rule = ROW_RULES.get(call.name)
+    if rule is not None and (found := rule(call)) is not None:
+        return found
     if call.reads_counts() and call.name not in SIZED:
         raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    if rule is not None:
-        return rule(call)
-    return pointwise(call) if call.is_pointwise else within_rows(call)
+    return within_rows(call)
 
 
 def from_outside(call: Call, given: Sequence[Outside]) -> Value | list[Value]:
@@ -250,26 +141,12 @@ def _entries(call: Call) -> list[int] | None:
 
 UNDERSTOOD: Final[dict[str, frozenset[str]]] = {
     "view": frozenset({"self", "size"}),
-    "_unsafe_view": frozenset({"self", "size"}),
-    "reshape": frozenset({"self", "shape"}),
-    "_reshape_alias": frozenset({"self", "size", "stride"}),
-    "permute": frozenset({"self", "dims"}),
-    "transpose": frozenset({"self", "dim0", "dim1"}),
-    "t": frozenset({"self"}),
-    "unsqueeze": frozenset({"self", "dim"}),
-    "expand": frozenset({"self", "size"}),
     "squeeze": frozenset({"self", "dim"}),
-    "select": frozenset({"self", "dim", "index"}),
-    "unbind": frozenset({"self", "dim"}),
     "slice": frozenset({"self", "dim", "start", "end", "step"}),
     "split": frozenset({"self", "split_size", "dim"}),
     "split_with_sizes": frozenset({"self", "split_sizes", "dim"}),
     "cat": frozenset({"tensors", "dim"}),
-    "stack": frozenset({"tensors", "dim"}),
     "constant_pad_nd": frozenset({"self", "pad", "value"}),
-    "mm": frozenset({"self", "mat2"}),
-    "addmm": frozenset({"self", "mat1", "mat2"}),
-    "bmm": frozenset({"self", "mat2"}),
     "_grouped_mm": frozenset({"self", "mat2", "offs", "out_dtype"}),
     "index": frozenset({"self", "indices"}),
     "index_select": frozenset({"self", "dim", "index"}),

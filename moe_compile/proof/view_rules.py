@@ -1,15 +1,15 @@
-"""Rules for views, splits and joins of rows: the new row dimension and the order of rows.
+"""Rules for splits and joins along the rows: the order of rows.
 
 Contract
-    A view keeps the row dimension whole or is refused.
+    A rule returns None where an operator works along other dimensions.
     Rows are cut only where the counts say that one run ends and the next begins.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import sympy
 import torch
@@ -45,15 +45,6 @@ def the_rows(call: Call) -> tuple[torch.Tensor, Rows]:
     return tensor, rows
 
 
-def reshaped(call: Call) -> Value:
-    """Find the dimension that holds the rows whole after a change of shape."""
-    tensor, rows = the_rows(call)
-    dim = _whole_dim(call.shape(tensor), rows.dim, call.shape(call.outputs[0]))
-    if dim is None:
-        raise call.unknown()
-    return Rows(dim, rows.order)
-
-
 def _whole_dim(before: Shape, dim: int, after: Shape) -> int | None:
     """Return the dimension of `after` that holds the same as `dim` of `before`; else None."""
     ahead = sympy.Mul(*before[:dim])
@@ -79,62 +70,13 @@ def row_dim_through(
     return _whole_dim(shapes[0], dim, shapes[1]) if same else None
 
 
-def _transposed(call: Call, dim: int, ndim: int) -> int:
-    if call.name == "permute":
-        dims = [dim_of(d, ndim) for d in call.argument("dims")]
-        return dims.index(dim)
-    pair = [dim_of(d, ndim) for d in (call.argument("dim0", 0), call.argument("dim1", 1))]
-    if call.name == "t" and ndim < 2:
-        return dim
-    return pair[1 - pair.index(dim)] if dim in pair else dim
-
-
-def _unsqueezed(call: Call, dim: int, ndim: int) -> int:
-    return dim + (dim_of(call.argument("dim"), ndim + 1) <= dim)
-
-
-def _expanded(call: Call, dim: int, ndim: int) -> int:
-    return dim + call.outputs[0].dim() - ndim
-
-
-MOVED: Final[dict[str, Callable[[Call, int, int], int]]] = {
-    "permute": _transposed,
-    "transpose": _transposed,
-    "t": _transposed,
-    "unsqueeze": _unsqueezed,
-    "expand": _expanded,
-}
-
-
-def moved(call: Call) -> Value:
-    """Follow the row dimension through a view that keeps every element, or repeats it."""
-    tensor, rows = the_rows(call)
-    return Rows(MOVED[call.name](call, rows.dim, tensor.dim()), rows.order)
-
-
-def squeezed(call: Call) -> Value:
-    """Follow the row dimension when others of size 1 go."""
+def squeezed(call: Call) -> None:
+    """Refuse to take the rows' dimension away, as would happen where there is one row."""
     tensor, rows = the_rows(call)
     given = call.argument("dim")
     dims = [given] if isinstance(given, int) else list(given or range(tensor.dim()))
-    dims = [dim_of(d, tensor.dim()) for d in dims]
-    if rows.dim in dims:  # it would go where there is one row
+    if rows.dim in [dim_of(d, tensor.dim()) for d in dims]:
         raise call.unknown()
-    ones = [d for d in dims if call.shape(tensor)[d] == 1]
-    return Rows(rows.dim - sum(d < rows.dim for d in ones), rows.order)
-
-
-def selected(call: Call) -> Value | list[Value]:
-    """One index, or each, of a dimension that does not hold the rows."""
-    tensor, rows = the_rows(call)
-    dim = dim_of(call.argument("dim", 0), tensor.dim())
-    _not_rows(call, rows, dim)
-    return [Rows(rows.dim - (dim < rows.dim), rows.order) for _ in call.outputs]
-
-
-def _not_rows(call: Call, rows: Rows, dim: int) -> None:
-    if dim == rows.dim:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
 
 
 def _pieces(call: Call, order: Order, sizes: list[sympy.Expr]) -> list[Order]:
@@ -154,11 +96,11 @@ def _kept(call: Call, order: Order, piece: Order) -> Order:
     return piece
 
 
-def sliced(call: Call) -> Value:
+def sliced(call: Call) -> Value | None:
     """A slice of the rows must start and end where runs of rows do."""
     tensor, rows = the_rows(call)
     if dim_of(call.argument("dim", 0), tensor.dim()) != rows.dim:
-        return _by_position(call, rows)[0]
+        return None
     total = length(rows.order)
     start, end = slice_bounds(call, total)
     if call.facts.formula(call.argument("step", 1)) != 1:
@@ -176,13 +118,6 @@ def slice_bounds(call: Call, total: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]
     return start, _position(call, call.argument("end"), total)
 
 
-def _by_position(call: Call, rows: Rows) -> list[Value]:
-    """Parts of each row, at positions that do not come from the counts."""
-    if call.reads_counts():
-        raise Left(Reason.VALUE_FROM_COUNTS, call.name)
-    return [rows for _ in call.outputs]
-
-
 def _position(call: Call, position: Any, total: sympy.Expr) -> sympy.Expr:
     if position is None or (isinstance(position, int) and position == sys.maxsize):
         return total
@@ -190,11 +125,11 @@ def _position(call: Call, position: Any, total: sympy.Expr) -> sympy.Expr:
     return total + formula if formula.is_Integer and formula < 0 else formula
 
 
-def split(call: Call) -> Value | list[Value]:
+def split(call: Call) -> list[Value] | None:
     """A split of the rows must fall between runs of rows."""
     tensor, rows = the_rows(call)
     if dim_of(call.argument("dim", 0), tensor.dim()) != rows.dim:
-        return _by_position(call, rows)
+        return None
     sizes = call.argument("split_sizes")
     if sizes is None:
         raise Left(Reason.ROWS_MIXED, "a split of the rows in equal parts")
@@ -205,7 +140,7 @@ def split(call: Call) -> Value | list[Value]:
     return [Rows(rows.dim, _kept(call, rows.order, piece)) for piece in pieces]
 
 
-def joined(call: Call) -> Value:
+def joined(call: Call) -> Value | None:
     """Rows after rows, with constants as padding; or the same rows side by side."""
     parts = [(t, call.value(t)) for t in call.inputs]
     dims = {v.dim for _, v in parts if isinstance(v, Rows)}
@@ -215,7 +150,7 @@ def joined(call: Call) -> Value:
     if any(not isinstance(v, Rows | Fixed) for _, v in parts):
         raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     if dim_of(call.argument("dim", 0), call.outputs[0].dim()) != row_dim:
-        return _side_by_side(call, parts, row_dim)
+        return None
     in_graph = (tensor_of(node) for node in call.node.all_input_nodes)
     given = [t for t in in_graph if t is not None]  # autocast gives them one type behind the node
     if all(len({(t.dtype, t.dim()) for t in ts}) == 1 for ts in ([t for t, _ in parts], given)):
@@ -226,39 +161,14 @@ def joined(call: Call) -> Value:
     return Rows(row_dim, join(orders))
 
 
-def stacked(call: Call) -> Value:
-    """The same rows in a new dimension."""
-    seats = {call.value(t) for t in call.inputs}
-    rows = seats.pop() if len(seats) == 1 else None
-    if not isinstance(rows, Rows):
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
-    new = dim_of(call.argument("dim", 0), call.outputs[0].dim())
-    row_dim = rows.dim + (new <= rows.dim)
-    return Rows(row_dim, rows.order)
-
-
-def padded(call: Call) -> Value:
-    """Constants around each row, or behind the last."""
+def padded(call: Call) -> Value | None:
+    """Constants behind the last row, and around each."""
     tensor, rows = the_rows(call)
-    _by_position(call, rows)
-    amounts = list(call.argument("pad"))
     place = 2 * (tensor.dim() - 1 - rows.dim)
-    ahead, after = (*amounts[place : place + 2], 0, 0)[:2]
-    behind = call.facts.formula(after)
+    amounts = [call.facts.formula(a) for a in call.argument("pad")][place : place + 2]
+    if call.reads_counts() or all(amount == 0 for amount in amounts):
+        return None
+    ahead, behind = amounts
     if ahead != 0 or not behind.is_nonnegative:  # a negative amount cuts rows off
         raise call.unknown()
     return Rows(rows.dim, join([rows.order, (padding(behind),)]))
-
-
-def _side_by_side(call: Call, parts: list[tuple[torch.Tensor, Value]], row_dim: int) -> Value:
-    orders = {v.order for _, v in parts if isinstance(v, Rows)}
-    if len(orders) != 1:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
-    (order,) = orders
-    constants = [(t, v) for t, v in parts if isinstance(v, Fixed)]
-    if any(not v.is_uniform or call.shape(t)[row_dim] != length(order) for t, v in constants):
-        raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
-    dim = dim_of(call.argument("dim", 0), call.outputs[0].dim())
-    if any(call.facts.depends_on_counts(t.shape[dim]) for t in call.inputs):
-        raise Left(Reason.SIZE_FROM_COUNTS, f"{call.name} of as many columns")
-    return Rows(row_dim, order)

@@ -32,11 +32,6 @@ EQUIVALENT: Final[dict[Key, str]] = {
         "False  ->  True",
     ): DECLARED,
     (
-        f"{PROOF}view_rules.py",
-        "ahead, after = (*amounts[place : place + 2], 0, 0)[:2]",
-        "2  ->  3",
-    ): "a slice one longer reads one number more, and only the first two are kept",
-    (
         f"{ROUNDING}position_rounding.py",
         "for tensor, result in zip(call.outputs, results, strict=True):",
         "True  ->  False",
@@ -45,14 +40,6 @@ EQUIVALENT: Final[dict[Key, str]] = {
 """No input can tell the changed source from the one written."""
 
 HARMLESS: Final[dict[Key, str]] = {
-    (
-        f"{PROOF}row_rules.py",
-        "if value.order != rows.order or bias.dim() - value.dim != from_right:",
-        "bias.dim() - value.dim  ->  bias.dim() + value.dim",
-    ): (
-        "they differ where rows are columns, which a CPU's rounding rules out before; on a GPU "
-        "the changed source would refuse what the other proves"
-    ),
     (
         f"{ROUNDING}position_rounding.py",
         'mantissas = torch.arange(NUM_GRADIENTS, device="cpu") / NUM_GRADIENTS + 1',

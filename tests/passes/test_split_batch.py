@@ -84,6 +84,21 @@ def test_rows_of_a_part_are_as_many_as_it_has(fake_ranks, layer):
     assert skipped == [], compilation.rewrites
 
 
+class OfBits(Block):
+    """Weighs numbers by their last bit."""
+
+    def forward(self, x):
+        return super().forward(x) * (x.detach().view(torch.int16) % 2)
+
+
+def test_a_part_reads_its_numbers_as_bits(fake_ranks):
+    """`view` has a type here, and no sizes."""
+    gm, skipped, _ = verdicts(OfBits(GroupedExperts, torch.bfloat16), drawn())
+    assert skipped == []
+    seen = [n for n in gm.graph.nodes if n.target == "view" and torch.int16 in n.args]
+    assert len(seen) == 2
+
+
 class ChosenAnew(Around):
     """Tokens of the last expert go to the first, which they may have chosen as well."""
 
