@@ -127,13 +127,6 @@ def test_a_checkpoint_of_ulysses_goes_on_under_torchtitans_fsdp(trained, pool_fo
     assert_a_rounding_apart(rest.steps, {step: written[0].steps[step] for step in (3, 4, 5)})
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_torchtitans_fsdp_goes_on_with_ulysses(trained, pool_for, tmp_path):
-    written, folder = trained(fsdp(2), STOCK)
-    rest = resume(pool_for, tmp_path, folder, settings_of(ULYSSES[0]), OURS)
-    assert_a_rounding_apart(rest.steps, {step: written[0].steps[step] for step in (3, 4, 5)})
-
-
 def test_a_model_whose_heads_do_not_fit_is_refused_before_it_is_laid_out():
     settings = {
         **settings_of(Layout(model="qwen3", dp_shard=1, cp=8)),
