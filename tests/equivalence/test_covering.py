@@ -142,15 +142,21 @@ BESIDE = {
     "act": followed(Act),
 }
 
-BY_THEMSELVES = {Reader.FAILING_CHECK, Reader.METRICS, Reader.HOOK_COUNT}
-"""One ends the program, one sums over ranks that mirror one another, one not every torch has."""
+FUZZED_ALONE = {
+    Reader.FAILING_CHECK,  # ends the program
+    Reader.METRICS,  # sums over ranks that mirror one another
+    Reader.HOOK_COUNT,  # not every torch has it
+    Detail.BANK, Detail.SUMS_WRITTEN,  # followed with few orders of rows
+}  # fmt: skip
 SEVERAL = {
-    "details": [detail for detail in followed(Detail) if detail not in BY_PLACE],
-    "readers": [reader for reader in followed(Reader) if reader not in BY_THEMSELVES],
+    "details": [detail for detail in followed(Detail) if detail not in BY_PLACE | FUZZED_ALONE],
+    "readers": [reader for reader in followed(Reader) if reader not in FUZZED_ALONE],
 }
 """Kinds of which a layer may have several members: a row has one where one goes with it."""
 ALONE = (*HOPPING, Rewrite.PARTS, Rewrite.FP8)
 """Rewrites that leave layers whole for some details and readers."""
+APART = ({Move.WRITTEN_OUT, Reader.ROWS_READ}, {Act.FUNCTION, Detail.DUMMY_SUM})
+"""Pairs that leave a layer whole."""
 
 SORTS = (Order.ARGSORT, Order.SORT, Order.DESCENDING)
 BY_SORTS = (Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN, Back.INVERSE, Back.MORE_ROWS)
@@ -199,12 +205,13 @@ def with_several(rows):
     turns = {name: deque(members) for name, members in SEVERAL.items()}
     for row in rows:
         for name, turn in turns.items() if row["rewrite"] not in ALONE else ():
-            for member in [*turn]:
-                if held_by(program_of(more := {**row, name: member}), more) == more:
-                    row = more
-                    turn.remove(member)
-                    turn.append(member)
-                    break
+            wider = ((member, {**row, name: member}) for member in turn)
+            found = ((m, r) for m, r in wider if held_by(program_of(r), r) == r)
+            member, row = next(
+                (m, r) for m, r in found if not any(pair <= {*r.values()} for pair in APART)
+            )
+            turn.remove(member)
+            turn.append(member)
         yield row
 
 

@@ -107,16 +107,6 @@ def judge():
         yield judge
 
 
-@pytest.mark.slow
-def test_layers_behind_a_graph_break_run_in_parts_and_those_before_it_whole(judge):
-    layers = (Experts(move=Move.HANDLE), Experts(top_k=2))
-    program = Program(
-        layers=layers, tokens=((6, 6),), rewrite=Rewrite.THREE_PARTS, width=64, hidden=64
-    )
-    judgement = judge.judge(source_of(legal(program)))
-    assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
-
-
 @pytest.mark.parametrize("program", slow_but(FIXED[2:], FIXED), ids=NAMES)
 def test_a_program_equals_eager_chunked_or_whole(judge, program):
     judgement = judge.judge(source_of(program))
@@ -173,32 +163,21 @@ def test_a_program_that_should_raise_and_does_not_is_wrong():
     assert judgement_of([caught, caught]).kind is Outcome.SAME
 
 
-BESIDE_TORCH = (
-    Program(layers=(Experts(readers=frozenset({Reader.DROPOUT})),)),
-    Program(  # torch cannot compile it whole, nor in pieces with its checkpoint
-        layers=(
-            Experts(
-                local=4, splits=Splits.SLICE_SUM, style=Style.SORTED_LOOP,
-                readers=frozenset({Reader.DROPOUT}),
-            ),
-        ),
-        wrapping=Wrapping.CHECKPOINT,
-    ),
-    Program(  # the same of experts backwards
-        layers=(
-            Experts(
-                style=Style.SORTED_LOOP, order=Order.DESCENDING,
-                readers=frozenset({Reader.DROPOUT}),
-            ),
+BESIDE_TORCH = Program(
+    layers=(
+        Experts(
+            local=4, splits=Splits.SLICE_SUM, style=Style.SORTED_LOOP,
+            readers=frozenset({Reader.DROPOUT}),
         ),
     ),
+    wrapping=Wrapping.CHECKPOINT,
 )  # fmt: skip
+"""Torch cannot compile it whole, nor in pieces with its checkpoint."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", BESIDE_TORCH)
-def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge, program):
-    judgement = judge.judge(source_of(program))
+def test_dropout_which_torch_draws_otherwise_is_held_to_torch(judge):
+    judgement = judge.judge(source_of(BESIDE_TORCH))
     assert judgement.kind is Outcome.AS_TORCH, judgement.detail
     assert not judgement.failed
 
@@ -292,25 +271,6 @@ def test_a_failing_program_shrinks_to_what_makes_it_fail():
         assert simplest(program, fails, trials=200) == Program(layers=(culprit,), tokens=((0, 5),))
 
 
-class TorchFailsOnce(Judge):
-    """AOTAutograd alone fails where a process has compiled much, and computes otherwise."""
-
-    def __init__(self):
-        super().__init__()
-        self.findings = [
-            RankFindings(differences=["output"]),
-            RankFindings(eager_error="of torch"),
-            RankFindings(),
-        ]
-
-    def _run(self, text, backend, reference="eager"):
-        return [self.findings.pop(0)]
-
-
-def test_what_torch_cannot_compile_is_tried_in_new_processes():
-    assert TorchFailsOnce().judge("").kind is Outcome.AS_TORCH
-
-
 class Said(Judge):
     """Every run says what stands next in `runs`: findings, or a failure of the ranks."""
 
@@ -345,6 +305,12 @@ def test_what_a_broken_link_says_is_asked_again_of_new_processes(first):
 def test_what_hangs_again_is_a_hang():
     judgement = Said(HUNG, RankFindings(), HUNG, RankFindings()).judge("")
     assert (judgement.kind, judgement.is_second) == (Outcome.HANG, True)
+
+
+def test_what_torch_cannot_compile_is_tried_in_new_processes():
+    """AOTAutograd alone fails where a process has compiled much, and computes otherwise."""
+    differs, of_torch = RankFindings(differences=["output"]), RankFindings(eager_error="of torch")
+    assert Said(differs, of_torch, RankFindings()).judge("").kind is Outcome.AS_TORCH
 
 
 DIED = RankFailure("rank 1:\nprocess of rank 1 ended")
