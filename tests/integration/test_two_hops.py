@@ -167,14 +167,3 @@ def test_no_bit_changes_where_two_ranks_share_the_routing_of_a_token(
 @pytest.mark.parametrize("axis", exhaustive_but(["experts"], ["experts", "tokens"]))
 def test_nor_in_parts(four_ranks, axis):
     assert four_ranks.run(differing_in_parts, axis) == [[]] * 4
-
-
-# --- tokens gathered -----------------------------------------------------------------------------
-
-
-def gathered(rank, score_before_experts):
-    """Return a step's tensors by name, compiled with tokens gathered and eager."""
-    options = {"megamoe.dispatch": "all_gather", "megamoe.equal_tokens": True}
-    options |= {"megamoe.strict": True, "megamoe.codegen": "fx"}
-    layers = layers_of(build, score_before_experts, torch.bfloat16)
-    return both_ways(rank, (2, 12), torch.bfloat16, layers, options)

@@ -93,14 +93,6 @@ def check(trained, layout, flavor="tiny"):
     assert set(ours[0].state_keys) == set(theirs[0].state_keys)
 
 
-@pytest.mark.slow
-def test_plain_fsdp_prints_the_same_on_two_ranks_and_on_four(trained):
-    """The control: at this rate the order in which ranks are summed shows in no printed digit."""
-    two, _ = trained(fsdp(2), STOCK)
-    four, _ = trained(fsdp(4), STOCK)
-    assert two[0].steps == four[0].steps
-
-
 @pytest.mark.parametrize(
     "layout", exhaustive_but(ULYSSES[::3], ULYSSES), ids=map(str, range(len(ULYSSES)))
 )
