@@ -155,7 +155,10 @@ SEVERAL = {
 """Kinds of which a layer may have several members: a row has one where one goes with it."""
 ALONE = (*HOPPING, Rewrite.PARTS, Rewrite.FP8)
 """Rewrites that leave layers whole for some details and readers."""
-APART = ({Move.WRITTEN_OUT, Reader.ROWS_READ}, {Act.FUNCTION, Detail.DUMMY_SUM})
+APART = (
+    {Move.WRITTEN_OUT, Reader.ROWS_READ}, {Act.FUNCTION, Detail.DUMMY_SUM},
+    {Rewrite.TOKENS, Reader.SHIFT_WRITTEN},
+)  # fmt: skip
 """Pairs that leave a layer whole."""
 
 SORTS = (Order.ARGSORT, Order.SORT, Order.DESCENDING)

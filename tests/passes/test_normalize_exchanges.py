@@ -116,6 +116,27 @@ def test_only_a_function_that_waits_again_and_no_more_hands_its_rows_on(fake_ran
     assert any(map(is_autograd_function, gm.graph.nodes)) is (name != "waits")
 
 
+BESIDE_ANOTHER = function_of(
+    lambda x, other: (C10D.wait_tensor(x), other.view_as(other)), lambda *gradients: gradients
+)
+GRADIENT_ELSEWHERE = function_of(
+    lambda x, other: (C10D.wait_tensor(x), other.sum()), lambda _, of_sum: (None, of_sum)
+)
+
+
+@pytest.mark.parametrize("function", [BESIDE_ANOTHER, GRADIENT_ELSEWHERE], ids=["both", "one"])
+def test_a_function_of_two_tensors_is_no_wait(fake_ranks, function):
+    """Every tensor that it returned became the awaited one."""
+
+    def program(x):
+        launch = torch.ops._c10d_functional_autograd.all_to_all_single
+        return function.apply(launch(x, [2, 2], [2, 2], fake_ranks.group_name), x)
+
+    gm, *_ = dynamo_graphs(program, torch.ones(4, 4, requires_grad=True))
+    (launch,) = [n for n in gm.graph.nodes if is_launch(n)]
+    assert not overload_name(launch).startswith("_c10d_functional::")
+
+
 def sizes(x):
     """Return rows received from and sent to each of two ranks, known to a run alone."""
     got, sent = x[:, 0].abs().to(torch.int64)[:2].tolist(), x[:, 1].abs().to(torch.int64)[:2]
