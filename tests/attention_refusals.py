@@ -203,17 +203,6 @@ class AsIntegers(SplitAttention):
         return super().attend(q.contiguous().view(torch.int32).view(torch.float32), k, v)
 
 
-class SentAsIntegers(SplitAttention):
-    """The queries travel as integers."""
-
-    def exchange(self, q, k, v):
-        b, _, s, d = q.shape
-        n = dist.get_world_size(self.group)
-        sent = q.reshape(b, n, -1, s, d).permute(1, 0, 2, 3, 4).contiguous().view(torch.int32)
-        q = swap(sent, self.group).view(torch.float32).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return q, to_heads(k, self.group), to_heads(v, self.group)
-
-
 class Padded(SplitAttention):
     """Zeros that are made after the attention travel beside the result."""
 
@@ -251,7 +240,6 @@ REFUSED = {
     LearnedSlopes: (Reason.GRADIENT_BESIDE, ""),
     SharedPart: (Reason.GRADIENT_BESIDE, ""),
     AsIntegers: (NO_REGION, COMPUTES),
-    SentAsIntegers: (NO_REGION, COMPUTES),
     RepeatedPart: (Reason.HEADS_LOST, ""),
     Padded: (Reason.HEADS_LOST, ""),
 }

@@ -89,10 +89,3 @@ class RepeatedLabels(Megatron):
     def expert_of_rows(self, rows, received):
         ids = torch.arange(self.local, device=rows.device).repeat(self.num_ranks)
         return torch.repeat_interleave(ids, received)
-
-
-class WithoutGradients(Legacy, GroupedExperts):
-    """Rows by all_to_all_single into empty memory, which carries no gradient: for inference."""
-
-    def exchange(self, rows, got, sent):
-        return swapped(rows, got, sent, self.group)

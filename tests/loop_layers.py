@@ -102,92 +102,6 @@ class SlicesJoined(Runs):
         return torch.cat([self.own[e](rows[a:b]) for e, a, b in self.runs()])
 
 
-class BiasedExpert(nn.Module):
-    """Linear layers with biases; a scale per expert."""
-
-    def __init__(self, width, hidden, rand):
-        super().__init__()
-        self.up = nn.Parameter(rand(hidden, width) * width**-0.5)
-        self.up_bias = nn.Parameter(rand(hidden) * 0.1)
-        self.down = nn.Parameter(rand(width, hidden) * hidden**-0.5)
-        self.down_bias = nn.Parameter(rand(width) * 0.1)
-        self.scale = nn.Parameter(rand(1))
-
-    def forward(self, x):
-        y = F.linear(F.relu(F.linear(x, self.up, self.up_bias)), self.down, self.down_bias)
-        return y * self.scale
-
-
-class OtherActivations(Masked):
-    """Every expert has an activation of its own."""
-
-    def make_experts(self, width, hidden, rand):
-        activations = (F.silu, F.relu, torch.tanh, F.softplus)
-        self.own = nn.ModuleList()
-        for e in range(self.local):
-            self.own.append(BiasedExpert(width, hidden, rand))
-            self.own[-1].activation = activations[e % len(activations)]
-
-    def experts(self, rows, received):
-        for expert in self.own:
-            assert callable(expert.activation)
-        ids = self.expert_of_rows(rows, received)
-        out = torch.zeros_like(rows)
-        for e, expert in enumerate(self.own):
-            mask = ids == e
-            x = expert.activation(F.linear(rows[mask], expert.up, expert.up_bias))
-            out[mask] = F.linear(x, expert.down, expert.down_bias) * expert.scale
-        return out
-
-
-class SwiGLU(torch.autograd.Function):
-    """Written by hand, with less saved than autograd would."""
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
-
-    @staticmethod
-    def backward(ctx, grad):
-        gate, up = ctx.saved_tensors
-        sig = torch.sigmoid(gate)
-        return grad * up * sig * (1 + gate * (1 - sig)), grad * gate * sig
-
-
-class HandWritten(WhereAndAdd):
-    """A row-wise `autograd.Function` inside the experts."""
-
-    class expert(Expert):
-        def forward(self, x):
-            return SwiGLU.apply(x @ self.gate, x @ self.up) @ self.down
-
-
-class Linear(torch.autograd.Function):
-    """A product whose weight gradient is written by hand."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight.t(), x.t() @ grad
-
-
-class HandWrittenProducts(Runs):
-    """Products by an `autograd.Function`, run by run."""
-
-    class expert(Expert):
-        def forward(self, x):
-            gate, up = Linear.apply(x, self.gate), Linear.apply(x, self.up)
-            return Linear.apply(SwiGLU.apply(gate, up), self.down)
-
-    experts = SlicesJoined.experts
-
-
 class CheckpointedLoop(Runs):
     """`checkpoint` around the whole loop."""
 
@@ -216,6 +130,6 @@ class ChannelAttention(SlicesJoined):
 
 
 LOOPS = (
-    WhereAndAdd, Masked, ScatteredColumn, SlicesAssigned, SlicesJoined, OtherActivations,
-    HandWritten, HandWrittenProducts, CheckpointedLoop, CenteredExperts, ChannelAttention,
+    WhereAndAdd, Masked, ScatteredColumn, SlicesAssigned, SlicesJoined, CheckpointedLoop,
+    CenteredExperts, ChannelAttention,
 )  # fmt: skip

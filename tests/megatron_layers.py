@@ -165,14 +165,6 @@ class TwoBack(Sends):
         return torch.zeros_like(x).index_add(0, token, out * sure[:, None])
 
 
-class TwoBackInTurn(TwoBack):
-    """What came back first is read, and the experts' weights are, before the rest is back."""
-
-    def back(self, tensor, at):
-        out = super().back(tensor, at)
-        return out + self.sure[0] if tensor.dim() > 1 else out.unsqueeze(1).squeeze(1)
-
-
 class TwoSteps(Sends):
     """One exchange of counts for two dispatches, the second of what the first brought back."""
 

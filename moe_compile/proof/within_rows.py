@@ -108,6 +108,7 @@ def row_dims(
         done = DimsCall(call.node, call.func, call.args, call.kwargs, call.out, flow, picked)
         follow_operator(done)
     except Lost:
+        _check_sizes(call, flow, rows)
         raise call.unknown() from None
     flow.close([factor] for one in picked for factor, _ in one)
     (rows,) = flat([rows])  # a prime is never split
@@ -134,6 +135,11 @@ def _check(
                 raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     if are_mixed:
         raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
+    _check_sizes(call, flow, rows)
+
+
+def _check_sizes(call: Call, flow: Flow, rows: Factor) -> None:
+    """Refuse dimensions that do not hold the rows, and are as long as counts say."""
     for tensor in call.inputs:
         for dim, size in zip(flow.dims(tensor), tensor.shape, strict=True):
             if not holds(dim, rows) and call.facts.depends_on_counts(size):

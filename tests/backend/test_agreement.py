@@ -143,18 +143,6 @@ def test_a_pass_that_fails_on_one_rank_leaves_the_program_whole_on_all(two_ranks
         assert (alike, records) == ([True], [])
 
 
-def no_tokens_on_rank_one(rank):
-    return run_steps(rank, GroupedExperts, (5 - 5 * rank, 3 + rank, 2))
-
-
-@pytest.mark.slow
-def test_a_rank_without_tokens_runs_what_the_others_run(two_ranks):
-    """The rank without tokens refused what the other chunked, and waited for half an hour."""
-    (alike, records), (others_alike, others) = two_ranks.run(no_tokens_on_rank_one)
-    assert alike == others_alike == [True] * 3
-    assert bool(records) == bool(others)
-
-
 def recompile_alone(rank):
     """Rank 1 changes its number of tokens, to one as well, and so recompiles; rank 0 does not."""
     return run_steps(rank, GroupedExperts, (16, 16 + 4 * rank, 16 - 15 * rank, 16))

@@ -1,7 +1,5 @@
 """`megamoe.gradient_wire` in `torch.compile`: gradients of weights sharded inside the graph."""
 
-import collections
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,6 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.process_groups import rank_device
 from tests.gradient_sums import check_rounded_once
-from tests.layers import GroupedExperts
 
 WIDTH = 16
 WIRE = {"megamoe.gradient_wire": "bf16_fp32_sum"}
@@ -44,16 +41,6 @@ class AdaptedOnRankZero(ShardedLinear):
             shard = shard + shard[:, :2] @ shard[:2]
         weight = all_gather_tensor_autograd(shard, 0, self.group)
         return x @ weight.to(torch.bfloat16)
-
-
-class ShardedThenExperts(nn.Module):
-    def __init__(self, group):
-        super().__init__()
-        self.linear = ShardedLinear(group)
-        self.experts = GroupedExperts(WIDTH, 24, 4, 2, group)
-
-    def forward(self, x):
-        return self.experts(self.linear(x))
 
 
 def inputs(rank):
@@ -126,17 +113,3 @@ def test_ranks_of_which_one_computes_with_the_gradient_leave_it_as_it_is_on_all(
 def test_it_is_off_unless_asked(two_ranks):
     for _, _, ran in two_ranks.run(one_layer, FX):
         assert ran == ["all_gather_into_tensor", "reduce_scatter_tensor"]
-
-
-def beside_experts(rank):
-    layers = [gradient(ShardedThenExperts, rank, {**FX, **wire}) for wire in ({}, WIRE)]
-    return [grad for grad, _ in layers], [collections.Counter(ran) for _, ran in layers]
-
-
-@pytest.mark.slow
-def test_beside_chunked_experts_the_sum_of_bfloat16_gradients_is_the_same(two_ranks):
-    """Of two contributions that were bfloat16 before, both ways give the one float32 sum."""
-    for (plain, ours), (before, now) in two_ranks.run(beside_experts):
-        assert torch.equal(ours, plain) and ours.abs().max() > 0
-        assert (before["reduce_scatter_tensor"], now["reduce_scatter_tensor"]) == (1, 0)
-        assert now["all_to_all_single"] == before["all_to_all_single"] + 1

@@ -1,9 +1,5 @@
 """Our passes on Inductor's hooks take a graph as Inductor leaves it there."""
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,42 +43,3 @@ def test_an_option_and_the_profile_identify_the_passes(changes):
 
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = """
-import os
-import sys
-
-import torch, torch._dynamo.backends.common, torch._inductor.compile_fx  # once, for all copies
-
-for folder in sys.argv[1:]:
-    if os.fork() == 0:  # with modules of ours that come from this folder
-        sys.path.insert(0, folder)
-        from moe_compile.codegen import LevelPass
-        from moe_compile.config import MegaMoEConfig
-        from moe_compile.hardware import load_profile
-        from moe_compile.plan.state import CompileState
-        from passes.pipeline import JOINT
-        state = CompileState(config=MegaMoEConfig(), hardware=load_profile("cpu"))
-        print("UUID", LevelPass((JOINT,), state, None).uuid(), flush=True)
-        os._exit(0)
-    assert os.wait()[1] == 0
-"""
-
-
-@pytest.mark.slow
-def test_so_does_each_source_file_wherever_it_lies(tmp_path):
-    copies = tmp_path / "same", tmp_path / "changed"
-    for copy in copies:
-        for folder in ("moe_compile", "passes"):
-            shutil.copytree(ROOT / folder, copy / folder)
-    changed = copies[1] / "moe_compile/hardware/profiles/h100.toml"
-    changed.write_text(changed.read_text() + "\n# changed\n")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, copies)], cwd=tmp_path, env=without_sources(),
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
-    same, other = [text for text in done.stdout.splitlines() if text.startswith("UUID ")]
-    assert same == f"UUID {uuid()}" != other
-
-
-def without_sources():
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

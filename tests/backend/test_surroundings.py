@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from moe_compile import backend
 from moe_compile.backend import rewrite
@@ -38,27 +37,6 @@ def test_hooks_on_saved_tensors_see_none_of_ours(fake_ranks, are_forbidden):
         _, compilation = rewrite(gm, MegaMoEConfig(chunks=2, hardware="cpu", strict=True))
     assert [region.verdict for region in compilation.regions] == ["chunked"]
     assert not packed
-
-
-def gradients(rank, is_compiled):
-    """Return the gradients of a layer under activation checkpointing, and verdicts on regions."""
-    torch._dynamo.reset()
-    torch.manual_seed(rank)
-    before = len(REPORT.compilations)
-    layer = GroupedExperts(16, 24, 8, 2, dist.group.WORLD)
-    run = torch.compile(layer, backend="megamoe", options=OPTIONS) if is_compiled else layer
-    x = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
-    checkpoint(run, x, use_reentrant=False).sum().backward()
-    regions = [region for c in REPORT.compilations[before:] for region in c.regions]
-    of_weights = [weight.grad for weight in layer.parameters()]
-    return [x.grad, *of_weights], {region.verdict for region in regions}
-
-
-def test_a_compiled_layer_is_recomputed_by_checkpointing(mirrored_ranks):
-    eager, compiled = (mirrored_ranks.run(gradients, way) for way in (False, True))
-    for (expected, _), (grads, verdicts) in zip(eager, compiled, strict=True):
-        assert verdicts == {"chunked"}
-        assert all(map(torch.equal, grads, expected))
 
 
 def in_a_thread(rank):

@@ -1,6 +1,5 @@
 """What two ranks do on an emulated link whose clock is set by hand; each returns plain numbers."""
 
-import time
 from pathlib import Path
 
 import torch
@@ -11,7 +10,6 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 
-from benchmarks.link.clocks import VirtualClock, WallClock
 from benchmarks.link.emulated_link import make_emulated_group
 from benchmarks.link.link_model import LinkRate, Traffic
 from benchmarks.link.post_board import PostBoard
@@ -96,11 +94,6 @@ def uneven(rank, link, began):
     return got.tolist()
 
 
-def empty(rank, link, began):
-    x = torch.zeros(0, 4)
-    return len(WAIT(LAUNCH(x, [0, 0], [0, 0], link.group_name)))
-
-
 def gradient(rank, link, began):
     x = torch.ones(3, 2, requires_grad=True)
     splits = [[1, 2], [2, 1]]
@@ -119,38 +112,3 @@ def reduce(rank, link, began):
     """25 rows of 4 bytes for each rank."""
     x = (torch.arange(25.0 * link.size()) * (rank + 1)).view(-1, 1)
     return WAIT(reduce_scatter_tensor_autograd(x, "sum", 0, link)).flatten().tolist()
-
-
-def gathered_gradient(rank, link, began):
-    x = torch.ones(25, requires_grad=True)
-    (all_gather_tensor_autograd(x, 0, link) * (rank + 1)).sum().backward()
-    return x.grad.tolist()
-
-
-def events(rank, link, began):
-    link.wire.events = []
-    sent = _exchange(link, 25)
-    link.wire.clock.time += 0.5
-    WAIT(sent)
-    seen, link.wire.events = link.wire.events, None
-    return [(e.kind, e.time_s - began) for e in seen]
-
-
-def virtual_clock_counts_work_not_sleep(rank):
-    clock = VirtualClock()
-    began = clock.now()
-    time.sleep(0.05)
-    slept = clock.now() - began
-    work_until = time.thread_time() + 0.02
-    while time.thread_time() < work_until:
-        pass
-    worked = clock.now() - began
-    clock.wait_until(clock.now() + 10.0)
-    return slept, worked, clock.now() - began
-
-
-def wall_clock_sleeps(rank):
-    clock = WallClock()
-    began = clock.now()
-    clock.wait_until(began + 0.05)
-    return clock.now() - began

@@ -6,7 +6,7 @@ import torch
 from benchmarks.acceptance import on_rank
 from benchmarks.acceptance.cases import CASES
 from benchmarks.acceptance.compare import differences
-from benchmarks.acceptance.one_case import FX, last_error
+from benchmarks.acceptance.one_case import FX
 from benchmarks.acceptance.table import crashes_of, is_equal, page_of
 
 
@@ -36,15 +36,6 @@ def test_a_layer_that_is_captured_whole_and_chunked_is_one_row():
     assert f"1 of {len(CASES)} layers and models were run: 0 crash where" in page(layer)
 
 
-def test_layers_whose_all_to_all_is_captured_are_counted():
-    warning = "megamoe: the exchange at layer.py:1 in forward is left as it is"
-    chunked = case(**{"fx, 2 chunks": [on(regions=[["layer.py:1", "chunked", 2]])]})
-    refused = case(**{"fx, 2 chunks": [on(warnings=[warning])]})
-    cut, alone = case(**{"fx, 2 chunks": [on()]}), case(fx=[on()])
-    text = page(chunked, refused, cut, alone, chunked | {"package": "megamoe"})
-    assert "Of 2 of other packages with an all-to-all in a graph 1 run in chunks" in text
-
-
 def test_bounded_chunks_are_measured_by_stable_sorts_alone():
     apart = {"aot_eager": {"gradient of w": 1e-3}, "stable sorts": {}}
     bounded = on(regions=[["layer.py:1", "chunked", 2]], differences=apart)
@@ -63,35 +54,12 @@ def test_one_rank_that_differs_in_one_run_is_enough():
     assert "fx, 2 chunks, rank 1: 2 tensors differ from aot_eager, by up to 5.0e-01" in page(layer)
 
 
-def test_code_by_inductor_is_measured_by_inductor_alone():
-    rounds = on(differences={"aot_eager": {"output 0": 1e-7}, "inductor": {}})
-    layer = case(fx=[on()], inductor=[rounds])
-    assert is_equal(layer) == "yes"
-    assert 'default code computes what `backend="inductor"` does' in page(layer)
-
-
 def test_an_error_is_a_crash_where_the_measure_ran():
     layer = case(fx={"crash": "ValueError: no"})
     assert crashes_of(layer) == {"fx": "ValueError: no"}
     assert crashes_of(layer | {"failed_measures": {"aot_eager": "ValueError: no"}}) == {}
     assert crashes_of({"name": "layer", "failure": "not done after 9 s"})
     assert "1 crash where `aot_eager` works" in page(layer)
-
-
-def test_remarks_name_the_first_break_and_what_stands_in_the_way():
-    refused = [["moe.py:3", "an operator whose effect on rows is not known (mean)", 1]]
-    breaks = ["moe.py:9 in forward: data-dependent <branch>", "later.py:1 in f: other"]
-    text = page(case(fx=[on(graphs=3, breaks=breaks, regions=refused)]))
-    assert "first break: moe.py:9 in forward: data-dependent (branch)" in text
-    assert "region at moe.py:3: an operator whose effect on rows is not known (mean)" in text
-    assert "later.py" not in text
-
-
-def test_the_last_error_of_ranks_is_the_one_that_is_told():
-    trace = (
-        "rank 0:\nTraceback\n  File x\nKeyError: 'a'\nrank 1:\nTraceback\n  File y\nValueError: b"
-    )
-    assert last_error(trace) == "ValueError: b"
 
 
 def test_what_only_one_run_has_differs():

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from benchmarks.link.block import replicated_names
 from benchmarks.link.cases import BlockCase, Plan
 from benchmarks.link.subjects import BlockSubjects
-from benchmarks.link.variants import EXPERTS_ALONE, named_variants
+from benchmarks.link.variants import EXPERTS_ALONE
 from benchmarks.link.whole_block import make_block
-from moe_compile.report.process_report import REPORT
 
 PLANS = [Plan(attention=a, experts=e) for a in ("tp", "sp") for e in ("tp", "a2a")]
 PLANS.append(EXPERTS_ALONE)
@@ -76,61 +75,6 @@ def test_the_fullest_rank_has_the_load_that_was_asked_for(ranks):
     assert float(rows[1:].max() / rows[1:].min()) < 1.2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("top_k", [1, 4])
-@pytest.mark.parametrize("plan", PLANS[::3], ids=lambda p: f"{p.attention}+{p.experts}")
-def test_four_ranks_compute_what_one_would(four_ranks, plan, top_k):
-    check(four_ranks.run(run_eagerly, 4, plan, top_k))
-
-
-def run_split(rank, plan):
-    torch._dynamo.reset()
-    """bfloat16: compiled, torch's grouped GEMM takes nothing else."""
-    ours = subject(small(2), plan, torch.bfloat16)
-    options = {
-        "megamoe.codegen": "fx",
-        "megamoe.chunks": 2,
-        "megamoe.attention_chunks": 2,
-        "megamoe.strict": True,
-    }
-    compiled = torch.compile(ours.module, backend="megamoe", fullgraph=True, options=options)
-    split = [a.clone() for a, _ in step(ours, compiled)]
-    eager = [a.clone() for a, _ in step(ours, ours.module)]
-    made = REPORT.compilations[-1]
-    chunks = [a.num_chunks for a in made.attention], [r.num_chunks for r in made.regions]
-    return [torch.equal(a, b) for a, b in zip(split, eager, strict=True)], chunks
-
-
-@pytest.mark.slow
-def test_attention_and_experts_of_one_graph_are_split_and_no_bit_changes(two_ranks):
-    for same, chunks in two_ranks.run(run_split, Plan(attention="sp", experts="a2a")):
-        assert all(same) and chunks == ([2], [2])
-
-
-def run_gathered(rank, plan):
-    """Return the relative errors against the reference, and what the report remarks."""
-    torch._dynamo.reset()
-    ours = subject(small(2), plan, torch.bfloat16)
-    (variant,) = named_variants((f"{plan.attention}+ag/rs N=2",))
-    options = {**variant.options, "megamoe.codegen": "fx", "megamoe.strict": True}
-    compiled = torch.compile(ours.module, backend="megamoe", fullgraph=True, options=options)
-    pairs = step(ours, compiled)
-    errors = [float((a.float() - b).norm() / b.norm()) for a, b in pairs]
-    (region,) = REPORT.compilations[-1].regions
-    return errors, " ".join(region.remarks)
-
-
-@pytest.mark.slow
-def test_a_gathered_dispatch_in_halves_computes_the_same(two_ranks):
-    for errors, remarks in two_ranks.run(run_gathered, Plan(attention="sp", experts="a2a")):
-        assert max(errors) < 0.02 and "chunks of tokens" in remarks
-
-
 def test_attention_divided_by_heads_leaves_no_gradient_of_it_to_be_summed():
     assert "attention.k" in replicated_names(PLANS[2])
     assert not any(name.startswith("attention.") for name in replicated_names(PLANS[0]))
-
-
-def test_a_block_that_ranks_cannot_divide_is_refused():
-    with pytest.raises(ValueError, match="kv_heads"):
-        small(3)

@@ -11,14 +11,11 @@ from torch import fx
 from benchmarks.cuda.amounts import (
     balanced_sizes,
     bytes_of,
-    places_of_weights,
-    weights_of_backward,
     weights_of_forward,
 )
 from benchmarks.cuda.bars import missed
 from benchmarks.cuda.calls import Kind
-from benchmarks.cuda.cases import PROGRAMS
-from benchmarks.cuda.device_guard import missing, name_of_library
+from benchmarks.cuda.device_guard import missing
 from benchmarks.cuda.findings import _order, findings_in
 from benchmarks.cuda.in_flight import faults
 from benchmarks.cuda.letters import graph_letters
@@ -74,14 +71,6 @@ with torch.cuda._DeviceGuard(0):
     buf5 = empty_strided_cuda((u2 + u3, 4), (4, 1), torch.bfloat16)
     extern_kernels.mm(buf4, buf0, out=buf5)
 return (buf5, buf0, u0)
-"""
-BACKWARD = """
-u0, permute, tangents_1 = args
-buf0 = empty_strided_cuda((4, 4), (4, 1), torch.bfloat16)
-extern_kernels.mm(tangents_1, permute, out=buf0)
-buf1 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
-triton_poi_0.run(buf0, buf1, 16, 16, stream=raw_stream0)
-return (None, buf1)
 """
 
 
@@ -177,23 +166,6 @@ def test_what_is_done_to_a_buffer_in_flight_is_told(between, said):
     assert (len(found), said in "".join(found)) == (bool(said), True)
 
 
-def test_of_a_templates_pointers_only_its_results_are_written():
-    kernels = KERNELS.replace(
-        "def triton_poi_1(in_out_ptr0,", "def triton_poi_1(arg_Q, arg_LSE, out_ptr0,"
-    )
-    body = """
-primals_1, primals_2 = args
-buf0 = empty_strided_cuda((4, ), (1, ), torch.float32)
-buf1 = empty_strided_cuda((4, ), (1, ), torch.bfloat16)
-triton_poi_1.run(primals_1, buf0, buf1, 16, stream=s)
-return (buf1, )
-"""
-    wrapper = read_wrapper(code(body).replace(KERNELS, kernels))
-    (call,) = (c for c in wrapper.calls if c.kind is Kind.TRITON)
-    assert [t.storage for t in call.reads] == ["primals_1", "buf0"]
-    assert [t.storage for t in call.writes] == ["buf0", "buf1"]
-
-
 def test_a_launch_that_nobody_waits_for_is_told():
     text = FORWARD.replace("    torch.ops._c10d_functional.wait_tensor.default(buf3)\n", "")
     found = list(faults(read_wrapper(code(text.format(between="    pass")))))
@@ -221,18 +193,6 @@ def test_a_storage_is_taken_over_where_it_is_given_up_at_once(lines, buffer):
     assert wrapper.results == (buffer,)
 
 
-def test_inputs_that_are_parts_of_one_storage_are_tensors():
-    shared = (
-        INPUTS
-        + """
-    _shared_storage_0 = rand_strided((64,), (1,), device='cuda:0', dtype=torch.bfloat16)
-    permute_1 = torch.as_strided(_shared_storage_0, (4, 8), (8, 1))
-"""
-    )
-    body = "permute_1, u0 = args\nargs.clear()\nreturn (permute_1, )"
-    assert read_wrapper(code(body, shared)).tensors == {"permute_1"}
-
-
 def test_bytes_are_those_of_balanced_routing_weights_apart():
     wrapper = forward()
     sizes = balanced_sizes(wrapper)
@@ -243,33 +203,6 @@ def test_bytes_are_those_of_balanced_routing_weights_apart():
     assert moved.weights == 64 + 32 + 32  # read, cast, read again
     assert moved.activations == 4 * 64  # in place: read, written; read, written by the product
     assert moved.collectives == 64
-
-
-def test_what_hops_send_is_told_where_the_code_asserts_nothing_of_it():
-    text = FORWARD.replace("Eq(u0 + u1, 8)", "x").replace("(u0 + u1) == 8", "1 == 1")
-    items = "u2 = reinterpret_tensor(buf2, (), (), 0).item()"
-    items += "\n    u3 = reinterpret_tensor(buf2, (), (), 1).item()\n    buf3 = torch"
-    wrapper = read_wrapper(code(text.replace("buf3 = torch", items, 1).format(between="    pass")))
-    assert set(balanced_sizes(wrapper).values()) == {0}
-    assert balanced_sizes(wrapper, {"1": 12.0}) == balanced_sizes(wrapper)
-    assert balanced_sizes(wrapper, {"0": 12.0}) == {"u0": 6, "u1": 6, "u2": 6, "u3": 6}
-
-
-def test_what_the_backward_is_given_and_returns_of_weights_is_known_by_its_place():
-    wrapper, backward = (
-        forward(),
-        read_wrapper(code(BACKWARD, INPUTS.replace("primals_1", "permute"))),
-    )
-    assert weights_of_backward(wrapper, backward, balanced_sizes(wrapper), [1]) == {
-        "permute", "buf0", "buf1",
-    }  # fmt: skip
-
-
-def test_weights_that_are_sharded_are_known_by_their_place_among_tensors():
-    """Bytes of the last weights' gradients counted as activations: inputs stood between them."""
-    body = "primals_1, primals_2, primals_3 = args\nreturn (primals_1, )"
-    inputs = INPUTS.replace("primals_2 =", "primals_2 = None\n    primals_3 =")
-    assert places_of_weights(read_wrapper(code(body, inputs)), [1]) == [2]
 
 
 def test_bars_are_against_the_same_program_in_one_chunk():
@@ -293,27 +226,6 @@ def test_bars_are_against_the_same_program_in_one_chunk():
     assert not list(missed("block", in_parts, parts=2))
     for changes in ({"triton": 41, "to_host": 2}, {"to_host": 3}):
         assert len(list(missed("block", {**in_parts, "2": figures(**changes)}, parts=2))) == 1
-
-
-def test_programs_cover_every_pair_of_what_they_differ_in():
-    def pairs(one, other):
-        return {(getattr(p, one), getattr(p, other)) for p in plain if p.block != "layer"}
-
-    plain = [p for p in PROGRAMS if not p.options]
-    blocks = {p.block for p in PROGRAMS} - {"layer"}
-    assert len(plain) == 12
-    for name, values in (("is_checkpointed", (False, True)), ("tp", (1, 2))):
-        assert pairs("block", name) == {(block, value) for block in blocks for value in values}
-
-
-def test_the_same_torch_elsewhere_has_a_device_of_its_own(tmp_path):
-    """A library of an environment that was removed found no libraries of torch."""
-    names = set()
-    for place in ("one", "other"):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "version.py").write_text("__version__ = '2.11.0'")
-        names.add(name_of_library(tmp_path / place))
-    assert len(names) == 2
 
 
 needs_a_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "there")

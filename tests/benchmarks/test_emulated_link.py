@@ -1,6 +1,5 @@
 """The link takes the time it states, hides what it should, and moves the right bytes."""
 
-import math
 from functools import partial
 
 import pytest
@@ -50,11 +49,6 @@ def test_exchanges_end_when_the_link_has_carried_them(ranks, name):
     assert results[0][2:] == (100 * len(ends), len(ends))
 
 
-def test_an_infinite_link_takes_no_time(ranks):
-    two = partial(scenarios.in_turn, steps=IN_TURN["two follow one another"][0])
-    assert times(play(ranks, two, 0.0, math.inf)) == [0.0, 0.0]
-
-
 def test_uneven_rows_arrive_where_they_belong_what_a_rank_keeps_for_free(ranks):
     results = play(ranks, scenarios.uneven)
     assert times(results) == [4.5, 4.5]  # 400 bytes one way; 40 the other way beside them
@@ -62,10 +56,6 @@ def test_uneven_rows_arrive_where_they_belong_what_a_rank_keeps_for_free(ranks):
     assert results[1][0] == [[0, 7 + i, 0, 0] for i in range(100)] + [
         [1, 10 + i, 1, 1] for i in range(50)
     ]
-
-
-def test_an_empty_exchange_costs_latency(ranks):
-    assert times(play(ranks, scenarios.empty)) == [0.5, 0.5]
 
 
 def test_gradients_cross_the_link_too(ranks):
@@ -87,29 +77,6 @@ def test_of_a_scattered_sum_what_others_get_crosses(ranks):
     assert times(results) == [1.5, 1.5]  # 200 bytes summed, of which the other rank gets 100
     assert results[0][2:] == (100, 1)
     assert results[1][0] == [3.0 * value for value in range(25, 50)]
-
-
-def test_the_gradient_of_a_gather_is_a_scattered_sum(ranks):
-    results = play(ranks, scenarios.gathered_gradient)
-    assert results[0][0] == [3.0] * 25
-    assert results[0][2:] == (200, 2)
-
-
-def test_events_tell_launch_wait_and_resume(ranks):
-    results = play(ranks, scenarios.events)
-    assert results[0][0] == [("launch", 0.0), ("wait", 0.5), ("resume", 1.5)]
-
-
-def test_virtual_time_is_work_plus_modelled_waits(ranks):
-    for slept, worked, waited in ranks.run(scenarios.virtual_clock_counts_work_not_sleep):
-        assert slept < 0.05  # which is how long the thread slept
-        assert 0.02 <= worked < 5.0
-        assert 10.0 <= waited - worked < 15.0
-
-
-def test_wall_time_passes_while_waiting(ranks):
-    for waited in ranks.run(scenarios.wall_clock_sleeps):
-        assert waited >= 0.05
 
 
 def test_the_busiest_of_several_ranks_decides(tmp_path):

@@ -18,13 +18,12 @@ from torch.autograd.profiler_util import FunctionEvent
 from benchmarks.gpu import sliced_products
 from benchmarks.gpu.exact_layer import exact_results, relative_errors
 from benchmarks.gpu.host_copies import judge_events, on_device
-from benchmarks.gpu.kernels import check_odd, measure_op
-from benchmarks.gpu.lanes import Pace, ProcessorLane
+from benchmarks.gpu.kernels import measure_op
+from benchmarks.gpu.lanes import ProcessorLane
 from benchmarks.gpu.layer_step import LayerStep
-from benchmarks.gpu.link_rows import AGAIN, Step, rows_of, warnings_of
+from benchmarks.gpu.link_rows import Step, rows_of
 from benchmarks.gpu.row_ops import ROW_OPS
 from benchmarks.gpu.sizes import H200, PROMISED_S, SMOKE
-from benchmarks.link.link_model import LinkRate
 from moe_compile.check.limited_process import run_limited
 from moe_compile.check.sections import ALIKE, LONGEST_S, passed_before, write_json
 
@@ -76,21 +75,6 @@ def checked(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_the_link_section_runs_without_a_gpu(checked):
-    folder, done, summary = checked
-    assert summary["sections"]["link"]["status"] == "passed", (folder / "link.log").read_text()
-    section = json.loads((folder / "link.json").read_text())
-    settings = ["inf", "2:1", "1:1", "1:2", "1:4", "host 1:1", "host, all bytes"]
-    found = [(row["setting"], row["variant"]) for row in section["rows"]]
-    assert found == [(s, v) for s in settings for v in (*SMOKE.link_variants, AGAIN)]
-    assert section["exchanges_per_step"] == 5
-    one_to_one = next(row for row in section["rows"] if row["setting"] == "1:1")
-    assert one_to_one["link_ms"] == pytest.approx(section["compute_ms"], rel=0.01)
-    assert "Emulated link, one GPU" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.alone
 def test_every_section_passes_without_a_gpu(checked):
     folder, done, summary = checked
     statuses = {name: found["status"] for name, found in summary["sections"].items()}
@@ -106,12 +90,6 @@ def test_an_operator_that_is_right_has_no_failure(record, op):
     measure_op(record, SMOKE, 16, 130, op)
     assert not on_disk(record)["failures"]
     assert on_disk(record)["rows"][0]["is_equal"]
-
-
-@pytest.mark.parametrize("op", ROW_OPS, ids=lambda op: op.name)
-def test_an_operator_takes_any_number_of_rows_of_any_width(record, op):
-    """An odd number of rows was refused where an operator takes two at a time."""
-    check_odd(record, SMOKE, op)
 
 
 @pytest.mark.parametrize("op", ROW_OPS, ids=lambda op: op.name)
@@ -148,19 +126,6 @@ def test_what_a_lane_carries_is_not_there_before_it_is_waited_for():
     assert torch.equal(target, source)
 
 
-def test_a_lane_carries_one_exchange_at_a_time():
-    lane = ProcessorLane()
-    lane.pace = Pace(rate=LinkRate(latency_s=0.01, bytes_per_s=3200.0))
-    tensors = [torch.randn(8) for _ in range(4)]
-    began = time.monotonic()
-    exchanges = [lane.launch(*tensors[:2]), lane.launch(*tensors[2:])]
-    for exchange in exchanges:
-        lane.wait(exchange)
-    assert time.monotonic() - began >= 0.04
-    assert lane.busy_s() == pytest.approx(0.04)
-    assert (lane.carried.num_exchanges, lane.carried.num_bytes) == (2, 64)
-
-
 def steps(*seconds):
     nothing = {"host_s": 0.0, "link_s": 0.0, "num_bytes": 0, "num_exchanges": 0}
     return [Step(seconds=s, **nothing) for s in seconds]
@@ -176,16 +141,6 @@ def test_ratios_are_against_the_quickest_of_inductors_settings():
     assert ours["best_inductor"] == "inductor reorder"
     assert (ours["vs_inductor"]["median"], ours["vs_best_inductor"]["median"]) == (0.25, 0.5)
     assert ours["over_bound"] == 2.0
-
-
-def test_a_variant_quicker_on_the_control_lane_is_warned_of():
-    def rows(seconds):
-        made = {"inductor": steps(1.0, 1.0), "megamoe N=2": steps(seconds, seconds)}
-        return rows_of("inf", made, compute_ms=1.0)
-
-    assert not warnings_of(rows(0.96))
-    (warning,) = warnings_of(rows(0.9))
-    assert warning.startswith("megamoe N=2: 0.90")
 
 
 def test_an_item_that_raises_is_recorded_and_the_next_one_runs(record):
@@ -222,12 +177,6 @@ def test_a_section_out_of_time_leaves_no_process(tmp_path):
 def test_the_sections_fit_in_25_minutes_and_run_tests_that_are_there():
     assert sum(PROMISED_S.values()) <= 25 * 60 and max(PROMISED_S.values()) <= LONGEST_S == 8 * 60
     assert all((ROOT / path).exists() for path in (*H200.tests, *SMOKE.tests))
-
-
-def test_products_of_some_experts_have_the_bits_of_all(record):
-    sliced_products.check_slices(record, SMOKE)
-    found = on_disk(record)
-    assert not found["failures"] and len(found["rows"]) == 3 * 2 * 2 + 2
 
 
 def test_one_wrong_element_of_a_chunks_product_is_a_failure(record, monkeypatch):

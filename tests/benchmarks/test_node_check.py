@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.layer_step import GPU_VARIANTS
-from benchmarks.node.beside import OWN, Share, has_budgets, judge_shares, said_of
+from benchmarks.node.beside import OWN, Share, judge_shares, said_of
 from benchmarks.node.collectives import EXCHANGE, GATHER
 from benchmarks.node.hidden import judge_steps, judge_variant
-from benchmarks.node.links import judge_times
 from benchmarks.node.measured_profile import write_profile
-from benchmarks.node.ranks import Ranks, environment_of
+from benchmarks.node.ranks import Ranks
 from benchmarks.node.recipes import STEPS, judge_losses, most_off
 from benchmarks.node.sizes import PROMISED_S
 from benchmarks.node.summary import BARS
@@ -23,7 +22,6 @@ from moe_compile.check.limited_process import run_ranks
 from moe_compile.check.sections import LONGEST_S, read_section
 from moe_compile.hardware.profile import load_profile
 from tests.benchmarks.sections import FAILED, check_bar, failures, section
-from torchtitan_integration.launch import ON_GPUS
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,15 +37,6 @@ def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path):
     codes = run_ranks(commands, logs, 600.0, [os.environ] * 2, patience_s=0.5)
     assert codes == [3, None] and time.monotonic() - began < 300
     assert run_ranks([python("")] * 2, logs, 600.0, [os.environ] * 2, patience_s=0.5) == [0, 0]
-
-
-def test_ranks_on_gpus_are_set_up_as_those_of_a_training_job(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
-    settings = Ranks(tmp_path, "cuda", 2).settings
-    assert settings.keys() == ON_GPUS.keys() - {"TORCH_NCCL_HIGH_PRIORITY"}
-    assert Ranks(tmp_path, "cpu", 2).settings == {}
-    own = environment_of({"RANK": "1", **settings})
-    assert (own["RANK"], own["TORCH_NCCL_HIGH_PRIORITY"]) == ("1", "0")
 
 
 def test_sections_promise_no_more_than_eight_minutes_and_each_has_a_bar():
@@ -128,19 +117,6 @@ def test_a_product_that_the_exchange_did_not_outlast_fails(record):
     assert (row["contention"], row["overlap_slowdown"]) == pytest.approx((0.2, 0.5))
 
 
-def test_budgets_are_nothing_that_gloo_has():
-    assert not has_budgets("cpu")
-
-
-def test_a_collective_that_took_no_time_fails(record):
-    judge_times(GATHER, 2, (8, 16), record, [[[1e-6] * 3, [2e-6] * 3], [[2e-6] * 3, [4e-6] * 3]])
-    assert failures(record) == []
-    assert [row["us"] for row in record.data["rows"]] == pytest.approx([2.0, 4.0])
-    assert record.data["rows"][1]["gb_per_s"] == pytest.approx(8 / 4e-6 / 1e9)
-    judge_times(GATHER, 2, (8, 16), record, [[[0.0] * 3, [1e-6] * 3]])
-    assert failures(record) == ["all-gather, 2 ranks"]
-
-
 def variant_found(error, **trace):
     return {"compile_s": 1.0, "errors": {"out": error}, "predicted": {}, **trace}
 
@@ -203,23 +179,12 @@ def test_the_profile_has_the_links_that_were_measured_and_its_start_all_else(tmp
     assert profile.matmul_tflops == start.matmul_tflops
 
 
-def test_a_start_without_links_gets_the_compilers_rates(tmp_path):
-    profile = measured(tmp_path, 2, start="cpu")
-    assert (profile.node, profile.link_gb_per_s, profile.link_latency_us) == (None, 225.0, 9.0)
-
-
 def test_among_two_machines_the_network_has_the_bytes_that_cross_it(tmp_path):
     profile = measured(tmp_path, 8, 16)
     assert profile.node.exchange_gb_per_s == 225.0
     assert profile.node.contention == 132 / 116 - 1  # as assumed
     assert profile.link_gb_per_s == pytest.approx(225.0 * 8 / 15)
     assert profile.network.contention == 0.1
-
-
-def test_no_profile_is_written_of_half_of_it(tmp_path):
-    with pytest.raises(LookupError, match="section beside"):
-        measured_links = {"rows": [{"collective": EXCHANGE, "ranks": 2}]}
-        write_profile(tmp_path, "h100", MACHINE, {"links": measured_links, "beside": {}})
 
 
 def run_check(folder, *more):

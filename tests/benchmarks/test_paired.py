@@ -1,4 +1,3 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,16 +12,6 @@ def test_what_slows_a_whole_round_cancels():
     result = ratio(measured, baseline)
     assert (result.median, result.low, result.high) == (0.8, 0.8, 0.8)
     assert result.num_pairs == 5
-
-
-def test_rounds_must_pair_up():
-    with pytest.raises(ValueError):
-        ratio([1.0, 2.0], [1.0])
-
-
-def test_no_measurement_is_an_error():
-    with pytest.raises(ValueError, match="no measurement"):
-        estimate([])
 
 
 def test_a_known_sample_gives_an_interval_as_wide_as_order_statistics_say():

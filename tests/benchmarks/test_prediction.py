@@ -3,13 +3,11 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks.link.cases import Case
-from benchmarks.link.clocks import ChargedClock
 from benchmarks.link.layer import route
 from benchmarks.link.subjects import OneLayer
-from benchmarks.planner.prediction import choice_of, run_settings, summary
+from benchmarks.planner.prediction import run_settings, summary
 from benchmarks.planner.prediction_settings import SETTINGS, Setting
 from benchmarks.planner.stated_routing import rows_per_expert, state_routing
 
@@ -52,12 +50,6 @@ def test_all_settings_take_the_time_predicted():
     assert_holds([h for h in held if h.name not in drawn])
 
 
-def test_settings_are_many_and_named_apart():
-    assert len(SETTINGS) * 3 >= 24
-    assert len({s.case.name for s in SETTINGS}) == len(SETTINGS)
-    assert {s.case.num_ranks for s in SETTINGS} == {2, 4}
-
-
 @pytest.mark.parametrize(
     "setting", [s for s in SETTINGS if s.routing != "drawn"], ids=lambda s: s.case.name
 )
@@ -70,35 +62,3 @@ def test_experts_get_the_rows_stated(setting, fake_ranks):
     if of_busiest is not None:
         mean = case.tokens * case.top_k / 2
         assert of_busiest / mean == pytest.approx(setting.imbalance, rel=0.01)
-
-
-def test_an_expert_cannot_get_more_rows_than_there_are_tokens():
-    with pytest.raises(ValueError, match="rows of 8 tokens"):
-        rows_per_expert([9.0, 1.0], tokens=8, top_k=2)
-
-
-def test_a_choice_is_held_against_the_best_and_against_one_chunk():
-    ms = {1: 10.0, 2: 8.0, 4: 8.4}
-    held = [_Held(chosen=4, num_chunks=n, measured_ms=t) for n, t in ms.items()]
-    found = choice_of(held)
-    assert found["regret"] == pytest.approx(0.05)
-    assert found["against_one_chunk"] == pytest.approx(-0.16)
-
-
-class _Held:
-    def __init__(self, **fields):
-        self.__dict__.update(fields)
-
-
-def test_charged_time_is_what_was_charged_and_waited_for():
-    clock = ChargedClock()
-    torch.ones(64, 64) @ torch.ones(64, 64)
-    assert clock.now() == 0.0
-    clock.charge(1.5)
-    clock.wait_until(1.0)
-    assert clock.now() == 1.5
-    clock.wait_until(2.0)
-    clock.charge(0.25)
-    assert clock.now() == 2.25
-    with pytest.raises(ValueError, match="cannot go back"):
-        clock.charge(-1.0)

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.link.cases import PRESETS, RATIOS, ROUTED, Preset
+from benchmarks.link.cases import PRESETS, RATIOS, ROUTED
 from benchmarks.link.link_model import Crossing, LinkRate, Traffic
 from benchmarks.link.measure import CaseResult, Job, Outcome
-from benchmarks.link.results import rows_of, warnings_of, with_other_cases
+from benchmarks.link.results import rows_of, with_other_cases
 from benchmarks.link.step import Sample
-from benchmarks.link.variants import VARIANTS, named_variants
+from benchmarks.link.variants import named_variants
 
 JOB = Job(case=ROUTED, preset=PRESETS["quick"], clock="virtual", folder=Path(), cache=Path())
 LATENCY, BYTES = 0.5, 100.0
@@ -58,17 +58,6 @@ def test_ratios_are_against_the_same_rounds_of_the_baselines():
     assert row.inf_bandwidth_pairs == 2
 
 
-def test_a_rival_and_own_exchanges_are_told_beside_the_baseline():
-    other = outcome(2.2, linked=2.4)
-    other.rivals = ("inductor reorder", "inductor", "not measured")
-    both = {"inductor": outcome(2.0, linked=4.0), "inductor reorder": outcome(2.0, linked=3.0)}
-    row = rows(**both, other=other)
-    assert row["other", "1:1"].vs_rival == pytest.approx(0.8)
-    assert row["other", "1:1"].own_comm_ms == 2000.0  # two latencies, 100 bytes at 100 a second
-    assert row["other", "inf"].own_comm_ms == 0.0
-    assert row["inductor", "1:1"].vs_rival is None
-
-
 def test_the_least_time_is_the_longer_of_the_two_in_forward_and_backward_each():
     """0.5 s forward and 1.5 s backward; an exchange in each: 1.5 s and 0.5 s at 1:1."""
     other = outcome(2.0, linked=4.0)
@@ -81,41 +70,10 @@ def test_the_least_time_is_the_longer_of_the_two_in_forward_and_backward_each():
     assert row["other", "1:1"].forward_ms == 500.0
 
 
-def test_only_the_ratios_of_the_preset_are_measured():
-    preset = replace(PRESETS["quick"], ratios=("1:1",))
-    measured = result(inductor=outcome(2.0, linked=4.0))
-    assert {row.ratio for row in rows_of(replace(JOB, preset=preset), measured)} == {"inf", "1:1"}
-
-
-def test_a_failed_variant_has_rows_that_say_why():
-    row = rows(inductor=outcome(2.0, linked=4.0), other=Outcome(error="no compiler"))
-    assert row["other", "1:1"].error == "no compiler"
-    assert row["other", "1:1"].ms is None
-
-
-def test_saved_compute_is_not_taken_for_overlap():
-    measured = {"inductor": outcome(2.0, linked=4.0), "other": outcome(1.8, linked=2.0)}
-    (warning,) = warnings_of(rows_of(JOB, result(**measured)))
-    assert "other" in warning
-    measured["other"] = outcome(1.95, linked=2.0)
-    assert warnings_of(rows_of(JOB, result(**measured))) == []
-
-
 def test_every_preset_names_variants_that_exist():
     for preset in PRESETS.values():
         assert len(named_variants(preset.variants)) == len(preset.variants)
         assert preset.control_rounds >= 20
-
-
-def test_an_unknown_variant_is_named():
-    with pytest.raises(ValueError, match="'no such'"):
-        named_variants(("no such",))
-    assert len({v.name for v in VARIANTS}) == len(VARIANTS)
-
-
-def test_a_preset_without_the_baseline_is_refused():
-    with pytest.raises(ValueError, match="inductor"):
-        Preset(cases=(), variants=("eager",), control_rounds=20, rounds=1, timeout_s=1.0)
 
 
 def test_a_case_measured_again_replaces_its_rows_and_keeps_the_others():

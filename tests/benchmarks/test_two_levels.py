@@ -68,11 +68,6 @@ def test_exchanges_of_two_groups_share_a_port_in_turn(ranks):
     assert ranks.ends_of(inside) == [2.5] * 4  # the flat one's part inside took until 1.5
 
 
-def test_an_exchange_waits_for_the_ranks_of_its_group_alone(ranks):
-    across = ranks.post(Span.CROSS, at=(5.0, 0.0, 0.0, 1.0))
-    assert ranks.ends_of(across) == [6.0, 2.0, 6.0, 2.0]
-
-
 def test_a_shared_adapter_carries_what_all_ranks_of_a_node_send(tmp_path):
     ranks = Ranks(tmp_path, Topology(num_ranks=4, num_local=2, shares_adapter=True))
     across = ranks.post(Span.CROSS, between=(30, 20, 0, 10), at=(0.0, 2.0, 0.0, 0.0))
@@ -87,12 +82,6 @@ def test_ranks_that_launch_other_kinds_are_told(ranks):
     ranks.ends[3].board.write(1, Post(0.0, 0.0, 0.0, Span.CROSS))
     with pytest.raises(RuntimeError, match="other kinds"):
         ranks.ends_of(1)
-
-
-def test_nodes_of_one_rank_are_one_level(tmp_path):
-    ranks = Ranks(tmp_path, Topology(num_ranks=4))
-    assert ranks.ends_of(ranks.post(Span.ALL, between=(10, 20, 0, 0))) == [3.0] * 4
-    assert ranks.traffic[0].crossings == [Crossing(between=20)]
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +107,3 @@ def test_a_gather_over_nodes_enters_each_once(two_nodes):
     """100 bytes of each rank: of 200 that enter a node each adapter takes 100; 200 go on inside."""
     for crossing in two_nodes.run(scenarios.gather):
         assert crossing == Crossing(between=100.0, inside=200.0)
-
-
-@pytest.mark.slow
-def test_both_hops_of_a_compiled_layer_take_the_link_of_their_own(two_nodes):
-    for kinds, found in two_nodes.run(scenarios.two_hops):
-        assert not found, found
-        assert kinds == {
-            Span.ALL: (True, True), Span.NODE: (False, True), Span.CROSS: (True, False)
-        }  # fmt: skip

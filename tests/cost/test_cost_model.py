@@ -97,18 +97,6 @@ def test_a_product_carries_its_shape(program, inputs, product):
     assert amounts.operations == pytest.approx(product.operations)
 
 
-def test_a_grouped_product_costs_each_row_once_forward_and_for_weights():
-    rows, weights = torch.ones(16, 8).bfloat16(), torch.ones(2, 8, 24).bfloat16()
-    offsets = torch.tensor([4, 16], dtype=torch.int32)
-    forward = compute_us(lambda a, w, o: torch._grouped_mm(a, w, offs=o), rows, weights, offsets)
-    assert forward == pytest.approx(2 * 16 * 8 * 24, rel=1e-3)
-    made = torch.ones(16, 24).bfloat16()
-    weight_gradient = compute_us(
-        lambda a, b, o: torch._grouped_mm(a.t(), b, offs=o), rows, made, offsets
-    )
-    assert weight_gradient == pytest.approx(2 * 16 * 8 * 24, rel=1e-3)
-
-
 def test_a_triton_kernel_of_the_model_is_a_kernel():
     """It was free, followed what reads it, and ran behind a wait that it could have hidden."""
     graph = fx.Graph()

@@ -133,24 +133,6 @@ def test_without_slowdowns_an_end_is_start_plus_work_to_the_last_bit():
     assert streams.idle_at() == (0.1 + 0.2) + 0.7
 
 
-def test_a_collective_that_starts_under_a_kernel_moves_its_end():
-    """Ten units of work, a collective of four from the third on: 4 at half speed."""
-    streams = Streams("compute", 1.0)
-    kernel = streams.serve("compute", 0.0, 10.0)
-    assert streams.end_of(kernel) == 10.0
-    streams.serve("link", 3.0, 4.0)
-    assert streams.end_of(kernel) == 12.0
-
-
-def test_a_kernel_that_starts_under_a_collective_moves_its_end():
-    """Ten units to send; a kernel of four from the third on: 4 at half speed."""
-    streams = Streams("compute", 0.0, {"link": 1.0})
-    sent = streams.serve("link", 0.0, 10.0)
-    assert streams.end_of(sent) == 10.0
-    kernel = streams.serve("compute", 3.0, 4.0)
-    assert (streams.end_of(kernel), streams.end_of(sent)) == (7.0, 12.0)
-
-
 def test_both_slow_each_other_until_the_first_of_them_is_over():
     """By 9 the kernel of 6 is done at 2/3 of its rate, and 4.5 of 7 are sent at half; then 2.5."""
     streams = Streams("compute", 0.5, {"link": 1.0})
@@ -161,15 +143,6 @@ def test_both_slow_each_other_until_the_first_of_them_is_over():
     assert streams.end_of(sent) == pytest.approx(9.0 + 2.5)
     assert streams.end_of(queued) == pytest.approx(9.0 + 2.5 + 1.0)
     assert streams.idle_at() == streams.end_of(queued)
-
-
-def test_each_link_slows_by_its_own_share_and_not_beside_another():
-    """By 8 the kernel is over and half is sent far; near nothing is slower."""
-    streams = Streams("compute", 0.0, {"near": 0.0, "far": 1.0})
-    near, far = streams.serve("near", 0.0, 4.0), streams.serve("far", 0.0, 8.0)
-    assert (streams.end_of(near), streams.end_of(far)) == (4.0, 8.0)
-    streams.serve("compute", 0.0, 8.0)
-    assert (streams.end_of(near), streams.end_of(far)) == (4.0, 12.0)
 
 
 def test_tasks_run_by_the_same_clock():

@@ -224,20 +224,6 @@ def traced_once(monkeypatch, tmp_path):
     return TracedOnce(monkeypatch, tmp_path)
 
 
-def test_equal_layers_are_traced_once(traced_once):
-    def layers(x, a, b):
-        return ((x @ a).exp() @ b).exp()
-
-    graph = graph_of(layers, ROWS, WEIGHT, nn.Parameter(torch.ones(4, 4)))
-    calls = [n for n in graph.nodes if n.op.startswith("call")]
-    first, second = (program_of(graph, set(pair)) for pair in (calls[:2], calls[2:]))
-    assert first.text == second.text
-    assert first.text != program_of(graph, set(calls)).text
-    with temporary_cache_dir(str(traced_once.folder)):
-        works = [traced_nodes.work_of(program) for program in (first, second)]
-    assert works[0] is works[1] and traced_once.num == 1
-
-
 def test_what_was_traced_is_kept_beside_inductors_cache(traced_once):
     first = traced_once.read()
     traced_nodes.forget()
@@ -318,17 +304,6 @@ def test_a_layer_that_cannot_be_traced_by_itself_is_not_priced(monkeypatch, fake
     assert not compilation.dropped
     (region,) = compilation.regions
     assert "not decided by price: RuntimeError: of torch" in region.remarks
-
-
-def test_a_layer_under_autocast_is_another_layer():
-    graph = graph_of(lambda x, w: x @ w, ROWS, WEIGHT)
-    program = program_of(graph, set(graph.nodes))
-    plain = program.text
-    with torch.autocast("cpu", torch.bfloat16):
-        assert program.text != plain
-    with torch.no_grad():
-        assert program.text != plain
-    assert program.text == plain
 
 
 def test_work_of_a_layer_whose_weights_are_sharded_is_read(fake_ranks):

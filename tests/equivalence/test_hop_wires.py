@@ -34,9 +34,8 @@ from tests.equivalence.test_two_hops import (
     two_nodes,  # noqa: F401  (a fixture)
 )
 from tests.hop_wire_layers import flat_eagerly, hops_eagerly, in_eight_bits
-from tests.layers import GroupedExperts, LoopExperts
+from tests.layers import GroupedExperts
 from tests.node_ranks import in_two_hops, seat
-from tests.quantized_layers import quantized_eagerly
 from tests.slow_parameters import exhaustive_but, slow_but
 
 BOTH = ("fp8", "fp8")
@@ -97,18 +96,6 @@ FLAT = (
 def test_rows_that_nothing_weights_are_those_of_the_flat_exchange(fresh_nodes, style, wires):
     """Uneven ranks; outputs and all gradients, bit for bit."""
     equals(fresh_nodes, a_case(style, TOKENS), style, flat_eagerly, wires)
-
-
-@pytest.mark.parametrize("style", slow_but([], (GroupedExperts, LoopExperts)))
-def test_the_flat_exchange_of_weighted_sums_whose_gradients_go_as_they_are(fresh_nodes, style):
-    wires = ("fp8", "fp8_forward")
-    equals(fresh_nodes, a_case(style, TOKENS), style, quantized_eagerly, wires)
-
-
-@pytest.mark.parametrize("routing", slow_but([RoutingPattern.FIRST_RANK], list(RoutingPattern)))
-def test_ranks_without_tokens_and_without_rows(fresh_nodes, routing):
-    case = a_case(Unweighted, EMPTY, top_k=2, routing=routing)
-    equals(fresh_nodes, case, Unweighted, flat_eagerly, BOTH)
 
 
 # --- rows that are weighted ----------------------------------------------------------------------

@@ -12,20 +12,6 @@ from tests.layers import Routed
 FX = {"megamoe.codegen": "fx", "megamoe.chunks": 2, "megamoe.strict": True}
 
 
-class MaskedByLabels(Routed):
-    """Rows, and what experts made of them, filled where the row's label says so."""
-
-    def experts(self, rows, received):
-        labels, perm = torch.sort(self.expert_of_rows(rows, received), stable=True)
-        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
-        x = rows[perm]
-        x.masked_fill_((labels == 0)[:, None], 0.5)
-        h = F.silu(torch._grouped_mm(x, self.w1, offs=offs))
-        out = torch._grouped_mm(h * torch._grouped_mm(x, self.w3, offs=offs), self.w2, offs=offs)
-        out = out.masked_fill((labels >= self.local - 1)[:, None], 0.0) * (labels + 1)[:, None]
-        return torch.zeros_like(out).index_copy(0, perm, out)
-
-
 class ClampedLabels(Routed):
     """transformers' experts: labels are counted by a histogram and clamped where they stand.
 
@@ -97,7 +83,7 @@ def outcome(rank, style, backend):
     return [*tensors, *gradients], {region.verdict for region in regions}
 
 
-STYLES = [MaskedByLabels, ClampedLabels, ClampedLabelsOfBiases, WrittenAndKept]
+STYLES = [ClampedLabels, ClampedLabelsOfBiases, WrittenAndKept]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import MoECase, RoutingPattern, chosen_experts, moe_cases
 from tests.layers import STYLES, GroupedExperts, LoopExperts, SegmentStarts
-from tests.slow_parameters import exhaustive_but, slow_but
+from tests.slow_parameters import exhaustive_but
 
 CHOSEN = (GroupedExperts, LoopExperts, SegmentStarts)
 """What every test run tries: grouped and looped experts, counts as a matrix."""
@@ -80,19 +80,6 @@ def one_case(style, *tokens, **changes):
         routing=list(RoutingPattern)[place % len(RoutingPattern)],
     )  # fmt: skip
     return dataclasses.replace(case, **changes)
-
-
-@pytest.mark.parametrize("style", slow_but(CHOSEN[:1], STYLES))
-def test_every_style_on_two_ranks_equals_eager(two_devices, style):
-    """Other numbers of tokens in a second step are compiled for any number of them."""
-    tokens = ((9, 14), (16, 3)) if style in CHOSEN[:1] else ((9, 14),)
-    check(two_devices, one_case(style, *tokens), style)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", CHOSEN)
-def test_layers_on_four_ranks_equal_eager(four_devices, style):
-    check(four_devices, one_case(style, (5, 11, 1, 8), num_experts=8), style)
 
 
 @pytest.mark.parametrize("style", exhaustive_but(CHOSEN[:2], STYLES), ids=lambda s: s.__name__)

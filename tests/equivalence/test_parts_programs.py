@@ -3,11 +3,8 @@
 One process is both ranks (`moe_compile/testing/mirrored_rank.py`), which takes seconds a program.
 """
 
-import itertools
-
 import pytest
 
-from moe_compile.testing.programs.campaign import drawn_programs
 from moe_compile.testing.programs.choices import (
     Backward,
     Counts,
@@ -50,28 +47,12 @@ def test_steps_are_of_one_size_and_of_whole_sequences():
     assert other.tokens == ((5, 5),) and "\nPARTS, POSITIONS = 3, 1 " in source_of(other)
 
 
-def test_steps_of_single_tokens_may_be_of_any_size():
-    one = program(tokens=((5, 1), (7, 7)), dynamic=True)
-    assert one.tokens == ((5, 2), (7, 7)) and one.dynamic and legal(one) == one
-
-
-def test_the_last_batch_may_be_smaller_on_all_ranks():
-    one = program(Within.PLAIN, tokens=((5, 5), (5, 5), (1, 1)))
-    assert one.tokens == ((6, 6), (6, 6), (2, 2)) and legal(one) == one
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [1, 4])
 def test_a_smaller_last_batch_runs_whole_or_in_parts(last):
     """Four tokens in two parts are compiled for any size; one is no batch of two parts."""
     judgement = judged(program(tokens=((6, 6), (last, last))))
     assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
-
-
-def test_a_campaign_of_parts_draws_nothing_else():
-    drawn = [*itertools.islice(drawn_programs(2, "PARTS"), 20)]
-    assert {p.rewrite for p in drawn} == {Rewrite.PARTS}
-    assert any(isinstance(layer, OwnAttention) for p in drawn for layer in p.layers)
 
 
 QUICK = (Within.ALL_SUM,)

@@ -6,10 +6,12 @@ import torch
 from moe_compile.check.bits import PROGRAMS, items_for, run_item
 from moe_compile.testing.programs.grammar import NUM_RANKS
 from moe_compile.testing.programs.judge import Outcome, judgement_of
+from tests.slow_parameters import slow_but
 
 ITEMS = {item.name: item for item in items_for(NUM_RANKS)}
 ON_TWO = [name for name, item in ITEMS.items() if item.num_ranks == NUM_RANKS]
 ON_FOUR = [name for name in ITEMS if name not in ON_TWO]
+QUICK = ("chunks", "chunks without rows, by load")
 
 
 def on_rank(rank, item):
@@ -29,13 +31,12 @@ def test_every_program_is_an_item():
     assert {*ITEMS} == {*PROGRAMS} and len(ON_FOUR) >= 8
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", slow_but(QUICK, ON_TWO))
 def test_a_rewrite_on_two_ranks_has_the_bits_of_eager(two_devices, name):
     check(two_devices, name)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_a_rewrite_on_two_nodes_has_the_bits_of_eager(four_devices, name):
     check(four_devices, name)

@@ -31,35 +31,6 @@ def check(pool, style, tokens, sizes=(16, 24), dtype=torch.bfloat16, *, strict=T
         assert not differing, f"rank {rank}: {differing}"
 
 
-class PaddedLoop(LoopExperts):
-    """Never runs an expert on no rows: a row of zeros stands behind those of each."""
-
-    def expert(self, x, e):
-        padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
-        return super().expert(padded, e)[:-1]
-
-
-class ConcatenatedInPairs(LoopExperts):
-    """Joins the results of two experts, reads them twice, then joins the pairs."""
-
-    def experts(self, rows, received):
-        counts, self._counts = self._counts, None
-        parts = torch.split(rows, counts)
-        pairs = []
-        for first in range(0, len(parts), 2):
-            done = [self.expert(parts[i], i % self.local) for i in (first, first + 1)]
-            pair = torch.cat(done)
-            pairs.append(torch.concat([pair, pair.relu()], 1)[:, : rows.shape[1]])
-        return torch.cat([torch.cat(pairs[:1], dim=-2), torch.cat(tensors=pairs[1:], dim=0)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", [PaddedLoop, ConcatenatedInPairs])
-def test_what_joins_rows_of_several_experts_never_joins_nothing(mirrored_ranks, style):
-    """A concatenation of experts that a chunk is without was left with no input."""
-    check(mirrored_ranks, style, (3, 9))
-
-
 class Gelu(LoopExperts):
     """Another activation, of several numbers at once or one by one."""
 

@@ -5,14 +5,12 @@ import torch
 from torch import nn
 
 from moe_compile.testing.equivalence import differing_tensors
-from moe_compile.testing.strategies import RoutingPattern
 from tests.dispatch_layers import (
     Around,
     InOrder,
     InOrderWeighted,
     OntoTokens,
     SharedInOrder,
-    SharedInOrderWeighted,
 )
 from tests.equivalence.test_layers import build, inputs
 from tests.equivalence.test_token_chunks import WholeNumbers
@@ -91,18 +89,6 @@ CASES = (
 def test_sums_that_do_not_round_are_equal(two_nodes, style, dtype):  # noqa: F811
     """Output, gradients of tokens, of weights of rows and of experts; uneven numbers of tokens."""
     check(two_nodes.run(differing, whole_case(TOKENS, dtype=dtype, top_k=4), style))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", [SharedInOrder, SharedInOrderWeighted])
-def test_tokens_of_which_another_rank_sends_the_rows_have_sums_of_zero(two_nodes, style):  # noqa: F811
-    dtype = torch.float32 if style is SharedInOrderWeighted else torch.float64
-    check(two_nodes.run(differing, whole_case((6, 1, 11, 4), dtype=dtype, top_k=4), style))
-
-
-@pytest.mark.parametrize("routing", slow_but([], list(RoutingPattern)))
-def test_ranks_without_tokens_and_without_rows(two_nodes, routing):  # noqa: F811
-    check(two_nodes.run(differing, whole_case(EMPTY, top_k=2, routing=routing), Around))
 
 
 IN_PARTS = (
@@ -281,20 +267,6 @@ def test_sums_stay_within_the_bound(two_nodes, style, top_k):  # noqa: F811
     check(two_nodes.run(beyond_bound, a_case(GroupedExperts, TOKENS, top_k=top_k), style, NODES))
 
 
-def differing_bits(rank, case, style):
-    torch._dynamo.reset()
-    with in_two_hops() as left:
-        found = differing_tensors(lambda: build(case, style), inputs(case, rank), OPTIONS)
-    return [*found, *left]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", [Around, InOrder])
-def test_two_rows_a_token_change_no_bit(two_nodes, style):  # noqa: F811
-    """A sum of two rounds once, on the node or at home; bf16, ranks without tokens."""
-    check(two_nodes.run(differing_bits, a_case(GroupedExperts, EMPTY, top_k=2), style))
-
-
 # --- bytes -------------------------------------------------------------------------------------
 
 
@@ -302,17 +274,3 @@ def test_two_rows_a_token_change_no_bit(two_nodes, style):  # noqa: F811
 def test_sums_cross_from_a_node_once(two_nodes):  # noqa: F811
     """All four exchanges send a row for each pair of a token and a node, and no more."""
     check_bytes(two_nodes, NODES, a_case(GroupedExperts, (40, 33, 21, 50)), OPTIONS)
-
-
-@pytest.mark.slow
-def test_four_nodes_of_one_rank(two_nodes):  # noqa: F811
-    two_nodes.regroup()  # programs of one place would have two plans, and run as written
-    two_nodes.run(seat, 4)
-    try:
-        check(two_nodes.run(differing, whole_case(TOKENS, top_k=5), Around))
-        case = a_case(GroupedExperts, TOKENS, top_k=5)
-        check(two_nodes.run(beyond_bound, case, InOrderWeighted, 4))
-        check_bytes(two_nodes, 4, case, OPTIONS)
-    finally:
-        two_nodes.regroup()
-        two_nodes.run(seat, NODES)

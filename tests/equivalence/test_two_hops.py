@@ -1,7 +1,5 @@
 """Rows that come in two hops: eager's bits, and a token that crosses to a node once."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -78,13 +76,6 @@ def test_ranks_without_tokens_and_without_rows(two_nodes, routing):
     check(two_nodes.run(differing, case, GroupedExperts))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", [GroupedExperts, SharedInOrder])
-def test_a_second_number_of_tokens_is_compiled_for_any(two_nodes, style):
-    case = a_case(GroupedExperts, TOKENS, (16, 3, 8, 8), (4, 9, 7, 2))
-    check(two_nodes.run(differing, case, style))
-
-
 PARTS = (SharedInOrderWeighted, SharedInOrder, SharedByIndex)
 
 
@@ -93,34 +84,6 @@ PARTS = (SharedInOrderWeighted, SharedInOrder, SharedByIndex)
 def test_ranks_that_send_the_rows_of_one_half_of_their_tokens(two_nodes, style):
     """One rank has one token, and no row; the last token of an odd number has none."""
     check(two_nodes.run(differing, a_case(GroupedExperts, (6, 1, 11, 4)), style))
-
-
-def forced(case, style, experts):
-    """Return the layer with `experts` chosen by every token."""
-    layer = build(dataclasses.replace(case, routing=RoutingPattern.BALANCED), style)
-    with torch.no_grad():
-        for place, expert in enumerate(experts):
-            layer.router[:, expert] = 4.0 + len(experts) - place
-    return layer
-
-
-def differing_where_forced(rank, case, experts_of_rank):
-    torch._dynamo.reset()
-    pairs = [(x.abs(), gradient) for x, gradient in inputs(case, rank)]
-    experts = experts_of_rank[rank]
-    with in_two_hops() as left:
-        found = differing_tensors(lambda: forced(case, GroupedExperts, experts), pairs, OPTIONS)
-    return [*found, *left]
-
-
-OWN = ((0, 1, 2), (3, 2, 0), (4, 5, 7), (7, 6, 5))
-"""Experts of the ranks' own nodes: two a rank, 0 to 3 on the first node."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", [OWN, ((4, 6, 7),) * 4], ids=["own node", "one node"])
-def test_all_tokens_stay_or_all_go_to_one_node(two_nodes, experts):
-    check(two_nodes.run(differing_where_forced, a_case(GroupedExperts, TOKENS), experts))
 
 
 def cut_by(axis):

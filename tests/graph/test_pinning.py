@@ -1,5 +1,6 @@
 """Inductor runs a scheduled graph in the order the pass left, forward and backward."""
 
+import functools
 import re
 
 import pytest
@@ -40,12 +41,22 @@ class Scheduling(CustomGraphPass):
         return None
 
 
-def patches(scheduling):
-    return {
+def backend_of(scheduling):
+    patches = {
         "post_grad_custom_post_pass": scheduling,
         "fx_graph_cache": False,  # generated again; compiled C++ is kept
         **settings_of_ours(is_scheduled=True),
     }
+    return functools.partial(compile_fx, config_patches=patches)
+
+
+def source_of(program, scheduling, *inputs):
+    """Run `program` in the order that `scheduling` gives; return what Inductor generated."""
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend=backend_of(scheduling))
+    with torch.no_grad():
+        _, (source,) = run_and_get_code(compiled, *inputs)
+    return source
 
 
 def test_fusion_does_not_pull_a_wait_over_compute():
@@ -56,12 +67,7 @@ def test_fusion_does_not_pull_a_wait_over_compute():
         received = exchange(x, [64], [64], group)
         return received + x * 2, torch.relu(x) @ weight @ weight
 
-    def backend(gm, example_inputs):
-        return compile_fx(gm, example_inputs, config_patches=patches(scheduling))
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        _, (source,) = run_and_get_code(torch.compile(program, backend=backend), torch.ones(64, 64))
+    source = source_of(program, scheduling, torch.ones(64, 64))
     assert scheduling.orders == ["LmmW"]
     assert event_letters(wrapper_events(source)) == "LmmW"
 
@@ -75,12 +81,7 @@ def test_fusion_does_not_pull_a_wait_over_attention():
         heads = rows.view(1, 4, 64, 16)
         return received + x * 2, rows, F.scaled_dot_product_attention(heads, heads, heads)
 
-    def backend(gm, example_inputs):
-        return compile_fx(gm, example_inputs, config_patches=patches(scheduling))
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        _, (source,) = run_and_get_code(torch.compile(program, backend=backend), torch.ones(64, 64))
+    source = source_of(program, scheduling, torch.ones(64, 64))
     assert event_letters(wrapper_events(source), "LWa") == "LaW"
 
 
@@ -93,12 +94,7 @@ def test_fusion_does_not_pull_compute_over_the_launch_it_runs_under():
         product = weight @ weight
         return received + 1, (product * x).sum(1)
 
-    def backend(gm, example_inputs):
-        return compile_fx(gm, example_inputs, config_patches=patches(scheduling))
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        _, (source,) = run_and_get_code(torch.compile(program, backend=backend), torch.ones(64, 64))
+    source = source_of(program, scheduling, torch.ones(64, 64))
     assert scheduling.orders == ["LmW"]
     assert event_letters(wrapper_events(source)) == "LmW"
 
@@ -119,12 +115,7 @@ def test_a_wait_is_held_behind_all_products_since_the_exchange_before_it():
         received = exchange(x, [64], [64], group)
         return received + 1, torch.cat([f(x) @ weight for f in (torch.cos, torch.sin, torch.exp)])
 
-    def backend(gm, example_inputs):
-        return compile_fx(gm, example_inputs, config_patches=patches(Pinned(pin=True)))
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(program, backend=backend)(torch.ones(64, 64))
+    source_of(program, Pinned(pin=True), torch.ones(64, 64))
     *products_held, (products, behind_wait) = held
     assert len(products) == 3 and set(products) <= set(behind_wait)
     assert [[name[:10] for name in behind] for _, behind in products_held] == [["all_to_all"]] * 3
@@ -160,13 +151,8 @@ def test_what_products_that_are_held_read_in_common_is_computed_once():
         products = [torch._grouped_mm(rows, weight, offs=ends) for weight in (weights, weights + 1)]
         return received + 1, *products
 
-    def backend(gm, example_inputs):
-        return compile_fx(gm, example_inputs, config_patches=patches(Scheduling(pin=True)))
-
-    torch._dynamo.reset()
     x = torch.ones(64, 64, dtype=torch.bfloat16)
-    with torch.no_grad():
-        _, (source,) = run_and_get_code(torch.compile(program, backend=backend), x, order)
+    source = source_of(program, Scheduling(pin=True), x, order)
     assert event_letters(wrapper_events(source)) == "LmmW"
     assert len(re.findall(r"^ +cpp_fused\w*_cos_\w*\(", source, re.MULTILINE)) == 1, source
 
@@ -176,15 +162,12 @@ def test_what_products_that_are_held_read_in_common_is_computed_once():
 def test_the_generated_wrapper_keeps_the_order(chunks):
     scheduling = Scheduling(pin=True)
 
-    def backend(gm, example_inputs):
-        return compile_fx(gm, example_inputs, config_patches=patches(scheduling))
-
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer = ChunkedMoE(64, 64, 8, 2, one_rank_group(), chunks, shared=64)
     x = torch.randn(256, 64, dtype=torch.bfloat16, requires_grad=True)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        compiled = torch.compile(layer, backend=backend, fullgraph=True)
+        compiled = torch.compile(layer, backend=backend_of(scheduling), fullgraph=True)
         _, sources = run_fw_bw_and_get_code(lambda: compiled(x))
     forward, backward = scheduling.orders
     assert forward.startswith("mLWL" + "L" * (chunks - 1))

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from moe_compile.errors import InvalidConfig
-from moe_compile.hardware import PROFILES, HardwareProfile, Link, load_profile
+from moe_compile.hardware import PROFILES, HardwareProfile, load_profile
 from moe_compile.hardware.cluster import load_cluster
 from moe_compile.hardware.detect import CHIPS
 from moe_compile.hardware.links import NUMBERS
@@ -161,14 +161,6 @@ def test_the_links_of_a_profile_are_written_as_they_are(tmp_path, name):
         for link in ("node", "network") if name != "cpu" else ():
             assert getattr(again, link).origins == getattr(profile, link).origins
         profile = again
-
-
-def test_a_link_without_an_origin_is_not_written():
-    origins = dict.fromkeys(RATES, "assumed: x")
-    node = Link(num_ranks=2, gb_per_s=1.0, latency_us=1.0)
-    profile = HardwareProfile(name="box", node=node, origins=origins, **dict.fromkeys(RATES, 1.0))
-    with pytest.raises(InvalidConfig, match="num_ranks: origin is None"):
-        profile.as_toml()
 
 
 def test_a_curve_is_straight_in_the_logarithm_and_proportional_below_it():

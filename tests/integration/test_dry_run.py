@@ -94,13 +94,6 @@ def shares(output):
 
 
 @pytest.mark.slow
-def test_the_model_is_traced_though_the_loss_alone_is_to_be_compiled(dry_run):
-    """Jobs of torchtitan's own files ended here in an IndexError."""
-    output = dry_run(compile__components="loss")
-    assert "chunked, 2 chunks of 4 local experts" in output
-
-
-@pytest.mark.slow
 def test_the_exposed_share_is_of_the_block_with_nothing_hidden(dry_run):
     """In so small a block the host launches for longer than is sent: chunks win nothing."""
     output = dry_run(megamoe__hardware="h100")
@@ -265,18 +258,6 @@ def test_a_job_that_hardly_fits_its_gpu_is_warned_of():
 
 
 @pytest.mark.slow
-def test_a_rank_of_each_stage_is_measured(dry_run):
-    """Of three stages the second alone has experts."""
-    output = dry_run(
-        world=3, **{DEGREE("data_parallel_shard"): 1, DEGREE("pipeline_parallel"): 3},
-        **{DEGREE("expert_parallel"): 1}, training__local_batch_size=8,
-    )  # fmt: skip
-    assert re.search(r"rank 0 +rank 1 +rank 2", output)
-    first, most, last = map(float, cells(output, "sum"))
-    assert most > first and most > last
-
-
-@pytest.mark.slow
 def test_two_hops_of_shared_tokens_are_counted_by_link(dry_run):
     """Two ranks have the same tokens, and send the rows of one half each; two nodes of two ranks.
 
@@ -308,15 +289,6 @@ def test_two_hops_of_shared_tokens_are_counted_by_link(dry_run):
     names = [row[:2] for row in re.findall(CHOICE, output, re.MULTILINE)]
     assert names[0] == ("as asked", "1 chunk, two hops, dispatch same,")  # the rest is below it
     assert len(names) == 4 and all(what for _, what in names)
-
-
-@pytest.mark.slow
-def test_chunks_by_load_are_named_in_the_table_of_choices_where_they_are_not_even(dry_run):
-    """Asked for by name; "auto" has even ones, since no skew of the routing is stated."""
-    output = dry_run(compares=True, megamoe__chunks=2, megamoe__chunk_edges="load")
-    rows = {row[0]: row[1] for row in re.findall(CHOICE, output, re.MULTILINE)}
-    assert rows["as asked"].startswith("2 chunks, edges by load, ")
-    assert "load" not in rows["exact"]
 
 
 @pytest.mark.slow

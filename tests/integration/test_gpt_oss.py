@@ -15,7 +15,6 @@ from torchtitan.models.gpt_oss.model.model import TransformerBlock, precompute_r
 
 from moe_compile.report.process_report import REPORT
 from tests.integration.test_flex_attention import Layers, step_of, verdicts_since
-from tests.integration.test_torchtitan import run as run_command
 from torchtitan_integration.flavors import debug_gpt_oss
 from torchtitan_integration.model_parts import run_as_one_graph
 
@@ -103,14 +102,3 @@ def test_sharded_experts_are_one_graph(fake_ranks):
 def test_experts_run_eagerly_as_torchtitans_do(two_ranks):
     for differ, regions in two_ranks.run(both_ways, 0, True, 0):
         assert differ == regions == []
-
-
-@pytest.mark.slow
-def test_a_job_by_the_command_prints_torchtitans_losses(tmp_path):
-    job = {"model.name": "gpt_oss", "training.seq_len": 128}
-    ours = {"megamoe.codegen": "fx", "megamoe.strict": True, "megamoe.chunks": 2}
-    losses, output = run_command(tmp_path / "ours", **job, **ours)
-    theirs, _ = run_command(tmp_path / "stock", **job, **{"compile.enable": False})
-    assert sorted(losses) == [1, 2, 3, 4, 5]
-    assert losses == theirs
-    assert "chunked" in output

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_compile.ops.rounded_sum import STAGED
-from moe_compile.testing.process_groups import rank_device
 from tests.gradient_sums import check_rounded_once, contribution
 from torchtitan_integration.fsdp import RoundedReduceScatter, round_gradients
 
@@ -61,22 +60,6 @@ def reduce(rank, ranks, length, op, is_async, seed):
 def test_every_contribution_is_rounded_once(four_ranks, ranks, length, op, is_async, seed):
     for result in four_ranks.run(reduce, ranks, length, op, is_async, seed)[:ranks]:
         check_rounded_once(*result, SCALES[op](ranks))
-
-
-def reduce_integers(rank, length):
-    torch.manual_seed(rank)
-    mine = torch.randint(-128, 129, (4 * length,)).float().to(rank_device())
-    ours, theirs = mine.new_empty(length), mine.new_empty(length)
-    dist.reduce_scatter_tensor(theirs, mine)
-    RoundedReduceScatter()(ours, mine, dist.group.WORLD, dist.ReduceOp.SUM)
-    return torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("length", [1, 7, STAGED + 5])
-def test_where_nothing_needs_rounding_every_bit_is_the_float32_reduce_scatters(
-    four_devices, length
-):
-    assert four_devices.run(reduce_integers, length) == [True] * 4
 
 
 class Carried(TorchDispatchMode):
@@ -218,31 +201,6 @@ def peak_of_reduction(rank, length):
             comm(output, whole, group, dist.ReduceOp.SUM)
 
     return peak_bytes(lambda: run(True)), peak_bytes(lambda: run(False))
-
-
-def peak_of_backward(rank, is_rounded):
-    """Return the least of three: how long a busy machine's threads hold what was sent is chance."""
-    return min(one_peak_of_backward(is_rounded) for _ in range(3))
-
-
-def one_peak_of_backward(is_rounded):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(3)])
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model, model):
-        fully_shard(module, mp_policy=policy)
-        module.set_force_sum_reduction_for_comms(True)
-    if is_rounded:
-        round_gradients(model)
-    loss = model(torch.randn(2, 512)).float().square().sum()
-    return peak_bytes(loss.backward)
-
-
-def test_the_peak_of_a_backward_pass_rises_by_no_more_than_an_output(four_ranks):
-    theirs = four_ranks.run(peak_of_backward, False)
-    ours = four_ranks.run(peak_of_backward, True)
-    output = 4 * 512 * 512 // 4
-    assert all(mine <= other + output for mine, other in zip(ours, theirs, strict=True))
 
 
 def test_memory_is_that_of_the_buffers_one_more_output_and_the_staged_values(four_ranks):

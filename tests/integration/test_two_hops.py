@@ -1,7 +1,6 @@
 """torchtitan's own MoE layer, its rows in two hops: equal to eager, bit for bit, in both orders.
 
-With sums on the nodes close to it: tests/equivalence/test_sums_on_nodes.py has the bounds. With
-tokens gathered equal, or within the reported bound.
+With sums on the nodes close to it: tests/equivalence/test_sums_on_nodes.py has the bounds.
 """
 
 import pytest
@@ -168,30 +167,3 @@ def test_no_bit_changes_where_two_ranks_share_the_routing_of_a_token(
 @pytest.mark.parametrize("axis", exhaustive_but(["experts"], ["experts", "tokens"]))
 def test_nor_in_parts(four_ranks, axis):
     assert four_ranks.run(differing_in_parts, axis) == [[]] * 4
-
-
-# --- tokens gathered -----------------------------------------------------------------------------
-
-
-def gathered(rank, score_before_experts):
-    """Return a step's tensors by name, compiled with tokens gathered and eager."""
-    options = {"megamoe.dispatch": "all_gather", "megamoe.equal_tokens": True}
-    options |= {"megamoe.strict": True, "megamoe.codegen": "fx"}
-    layers = layers_of(build, score_before_experts, torch.bfloat16)
-    return both_ways(rank, (2, 12), torch.bfloat16, layers, options)
-
-
-@pytest.mark.slow
-def test_gathering_after_weights_changes_no_bit(two_ranks):
-    for ours, eager in two_ranks.run(gathered, True):
-        assert [name for name in eager if not torch.equal(eager[name], ours[name])] == []
-
-
-@pytest.mark.slow
-def test_gathering_before_weights_is_off_by_roundings(two_ranks):
-    for ours, eager in two_ranks.run(gathered, False):
-        off = {name: (eager[name].double() - ours[name].double()).norm() for name in eager}
-        eps = torch.finfo(torch.bfloat16).eps
-        assert 0 < off["output"] <= TOP_K * eps * eager["output"].double().norm()
-        for name in ("experts.w1", "experts.w2", "experts.w3"):
-            assert off[name] == 0, name

@@ -31,17 +31,6 @@ def test_places_are_where_a_number_stands_in_order(drawn, more):
         assert row == stands + [-1] * (most - len(stands))
 
 
-def test_nothing_comes_to_a_rank_without_tokens():
-    places = places_of(*(torch.tensor([], dtype=torch.int64),) * 2, 0, 3)
-    assert places.shape == (0, 3)
-    assert SUM_OF_PLACES([torch.empty(0, 8)], places, torch.float32).shape == (0, 8)
-
-
-def test_tokens_of_which_no_row_came_have_sums_of_zero():
-    places = torch.full((3, 2), -1)
-    assert SUM_OF_PLACES([torch.empty(0, 8)], places, torch.bfloat16).tolist() == [[0.0] * 8] * 3
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_rows_are_added_from_the_first_on_in_a_wide_type(dtype):
     rows = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)).to(dtype)

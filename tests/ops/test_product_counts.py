@@ -49,18 +49,6 @@ def test_matrices_on_both_sides_cost_what_a_batch_does():
     assert counted(torch._grouped_mm, left, right) == (GROUPS * ONE, 3 * GROUPS * ONE)
 
 
-def test_two_linear_layers_of_experts_cost_as_many_as_single_products_do():
-    """The analytic number of an expert layer: 6 operations a weight that a row meets."""
-    up, down = torch.randn(GROUPS, IN, OUT), torch.randn(GROUPS, OUT, IN)
-
-    def experts(x, up, down):
-        hidden = torch._grouped_mm(x, up, offs=OFFSETS).relu()
-        return torch._grouped_mm(hidden, down, offs=OFFSETS)
-
-    _, both = counted(experts, torch.randn(ROWS, IN), up, down)
-    assert both == ROWS * 6 * (IN * OUT + OUT * IN)
-
-
 def test_products_of_scaled_eight_bit_rows_count_alike():
     """Shapes alone: no kernel for them on a CPU."""
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
@@ -18,18 +17,6 @@ from tests.slow_parameters import slow_but
 COMPUTE = ("aten::mm", "aten::_scaled_dot_product")
 
 
-class WithSharedExpert(nn.Module):
-    """Attention over a sharded sequence, and an expert that every token passes."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.attention = SplitAttention(64, 8, 4, 8, group)
-        self.shared = nn.Linear(64, 64, bias=False)
-
-    def forward(self, x):
-        return self.attention(x) + self.shared(x)
-
-
 def hidden_launches(graph):
     """Return for each launch of `graph` the compute between it and its wait."""
     nodes = list(graph.nodes)
@@ -39,24 +26,6 @@ def hidden_launches(graph):
         between = nodes[nodes.index(launch) : nodes.index(wait)]
         found[launch] = [n for n in between if overload_name(n).startswith(COMPUTE)]
     return found
-
-
-@pytest.mark.parametrize("schedule", slow_but([True], [True, False]))
-def test_attention_and_other_compute_hide_its_exchanges(fake_ranks, schedule):
-    x = torch.randn(2, 64, 64, requires_grad=True)
-    (gm,) = dynamo_graphs(WithSharedExpert(fake_ranks), x)
-    config = MegaMoEConfig(
-        attention_chunks=2, schedule=schedule, max_memory_increase=2.0, hardware="cpu"
-    )
-    state, compilation = rewrite(gm, config)
-    assert compilation.has_regions and not compilation.regions
-    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
-    for graph_module in trace_both(gm, inputs, state):
-        hidden = hidden_launches(graph_module.graph)
-        assert len(hidden) == 8, "three exchanges in and one back, for each of two groups"
-        kinds = {overload_name(n) for between in hidden.values() for n in between}
-        attention = any("_scaled_dot_product" in kind for kind in kinds)
-        assert (attention and "aten::mm" in kinds) is schedule
 
 
 def test_the_projection_of_q_alone_is_sent_under_that_of_k_and_v(fake_ranks):

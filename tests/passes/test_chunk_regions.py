@@ -12,10 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from moe_compile.graph.dependence import Dependence
-from moe_compile.graph.inner_graphs import inside
 from moe_compile.graph.query import called_name, is_all_to_all, is_assertion, is_integer, tensor_of
 from moe_compile.journal.reasons import Reason
 from passes.pipeline import DYNAMO, run_level
@@ -108,22 +106,6 @@ def test_the_host_reads_once_whatever_the_number_of_chunks(fake_ranks, chunks):
         if node.op == "call_method" and node.target == "item":
             assert node.args[0].target is operator.getitem
             assert node.args[0].args[0] is copy
-
-
-class ReadOneByOne(GroupedExperts):
-    """Brings each element to the host by itself, after or before it is taken out of its vector."""
-
-    def splits(self, counts, received):
-        sent, got = (c.view(self.num_ranks, -1).sum(1) for c in (counts, received))
-        return [n.cpu().item() for n in sent], [n.item() for n in got.to("cpu")]
-
-
-def test_elements_brought_to_the_host_one_by_one_are_read_as_their_vector(fake_ranks):
-    graph, report = chunked(layer(ReadOneByOne, fake_ranks), 2)
-    assert report.applied == ("region 0",)
-    (copy,) = host_copies(graph)
-    joined = copy.args[0].args[0]
-    assert len(joined) == 2 * (2 + 2)  # two vectors of each chunk, and their sums
 
 
 @pytest.mark.parametrize("style", [GroupedExperts, KeepsSplits])
@@ -452,21 +434,6 @@ def test_the_number_of_rows_asked_for_outside_is_read_off_the_counts(fake_ranks)
     assert {*reads_of_host(graph)} == {*host_copies(graph)}
 
 
-def test_so_it_is_where_the_tracer_asks_the_tensor_of_rows(fake_ranks):
-    """As older releases of Dynamo do."""
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(layer(GroupedExperts, fake_ranks), x)
-    (_, (rows, *_)) = (list(n.users) for n in launches(gm.graph)[:2])
-    (output,) = gm.graph.find_nodes(op="output")
-    with gm.graph.inserting_before(output):
-        size = gm.graph.call_method("size", (rows, 0))
-    size.meta["example_value"] = rows.meta["example_value"].shape[0]
-    output.args = ((*output.args[0], size),)
-    report = carried_out(run_level(DYNAMO, gm.graph, state(chunks=2, strict=True)), "chunks")
-    assert report.applied == ("region 0",)
-    assert {*reads_of_host(gm.graph)} == {*host_copies(gm.graph)}
-
-
 class Scaled(KeepsSplits):
     """Experts whose rows are scaled by a tensor made elsewhere."""
 
@@ -571,29 +538,6 @@ def test_three_terms_of_a_weight_are_added_in_their_order_or_not_at_all(fake_ran
     assert [verdict.reason for verdict in report.skipped] == [Reason.GRADIENT_ORDER]
 
 
-class SaysHowMany(KeepsSplits):
-    """Asserts of the rows sent what the dispatch demands anyway."""
-
-    relation = operator.le
-
-    def experts(self, rows, received):
-        torch._check(self.relation(sum(self.sent), 64))  # of 32 tokens, two experts each
-        return super().experts(rows, received)
-
-
-@pytest.mark.parametrize(
-    "relation", slow_but([operator.le], [operator.le, operator.ge, operator.eq])
-)
-def test_what_the_dispatch_demands_need_not_be_asserted(fake_ranks, relation):
-    style = type("Says", (SaysHowMany,), {"relation": staticmethod(relation)})
-    num_assertions = []
-    for kind in (KeepsSplits, style):
-        graph, report = chunked(layer(kind, fake_ranks), 2)
-        assert report.applied == ("region 0",)
-        num_assertions.append(sum(map(is_assertion, graph.nodes)))
-    assert num_assertions[0] == num_assertions[1]
-
-
 class Frozen(LoopExperts):
     """The second expert computes without gradients."""
 
@@ -663,22 +607,6 @@ def test_a_size_that_torch_infers_beside_that_of_the_rows_is_written_out(fake_ra
     assert not any(-1 in sizes_of(n) for n in beside_rows)
 
 
-class ReshapedAgain(GroupedExperts):
-    """So in a checkpoint, whose function is called for each chunk."""
-
-    def experts(self, rows, received):
-        return super().experts(checkpoint(seen_as_heads, rows, use_reentrant=False), received)
-
-
-def test_sizes_are_written_out_in_functions_that_chunks_call(fake_ranks):
-    graph, report = chunked(layer(ReshapedAgain, fake_ranks), 2)
-    assert report.applied == ("region 0",)
-    nodes = [inner for n in graph.nodes for inner in inside(n)]
-    calls = [n for n in nodes if called_name(n) in ("view", "reshape")]
-    assert len([n for n in calls if any(is_symbolic(a) for a in sizes_of(n))]) >= 5
-    assert not any(-1 in sizes_of(n) for n in calls)
-
-
 def sizes_of(reshape):
     return tree_leaves((reshape.args[1:], reshape.kwargs))
 
@@ -717,21 +645,3 @@ def test_a_region_is_left_as_it_was_with_the_reason(fake_ranks):
     left, graph, before = whole(layer(Centred, fake_ranks))
     assert [v.reason for v in left] == [Reason.ROWS_MIXED]
     assert str(graph) == before
-
-
-def test_two_regions_of_one_graph_are_both_chunked(fake_ranks):
-    first, second = (layer(GroupedExperts, fake_ranks) for _ in range(2))
-    graph, report = chunked(lambda x: second(first(x) + x), 2)
-    assert report.applied == ("region 0", "region 1")
-    assert len(launches(graph)) == 2 * 5
-
-
-def test_exchanges_that_are_no_region_are_left_alone(fake_ranks):
-    def program(x):
-        return all_to_all_single_autograd(x, [16, 16], [16, 16], fake_ranks) * 2
-
-    x = torch.randn(32, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(program, x)
-    before = str(gm.graph)
-    run_level(DYNAMO, gm.graph, state(chunks=2))
-    assert str(gm.graph) == before

@@ -227,16 +227,3 @@ def test_four_ranks_sum_what_each_rounded_once(
     four_ranks, op, rows, rest, is_cast_up, is_transposed, seed
 ):
     check_reduction(four_ranks, op, rows, rest, is_cast_up, is_transposed, seed)
-
-
-def reduce_integers(rank, seed):
-    torch.manual_seed(seed + rank)
-    mine = torch.randint(-128, 129, (8, 3)).float()
-    gm = traced(lambda x: reduce_scatter(x), mine)
-    expected = gm(mine)
-    compress(gm)
-    return torch.equal(gm(mine), expected)
-
-
-def test_where_nothing_needs_rounding_every_bit_is_the_float32_reduce_scatters(four_ranks):
-    assert four_ranks.run(reduce_integers, 5) == [True] * 4

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 
 from moe_compile.config import MegaMoEConfig
@@ -19,7 +18,6 @@ from passes.rewrite_regions import RewriteRegions
 from tests.capture import dynamo_graphs
 from tests.dispatch_layers import Around
 from tests.layers import GroupedExperts
-from tests.slow_parameters import slow_but
 
 MACHINE = HardwareProfile(
     name="of these tests",
@@ -32,7 +30,6 @@ MACHINE = HardwareProfile(
 """Its link is slow: bytes sent decide. All-to-all sends k / 2 rows per token, gathering 1."""
 BUSY = dataclasses.replace(MACHINE, matmul_tflops=0.005)
 """Its experts compute about as long as their rows travel."""
-FAST_LINK = dataclasses.replace(MACHINE, link_gb_per_s=100.0)
 
 
 def run(group, top_k=4, style=GroupedExperts, hardware=MACHINE, level=DYNAMO, **options):
@@ -107,26 +104,12 @@ def test_with_all_to_all_a_faster_way_that_gathers_is_advice(fake_ranks):
     assert said[0].startswith("faster, but not chosen since it changes bits: tokens all-gathered")
 
 
-def test_a_bitwise_gather_that_options_exclude_is_not_called_lossy(fake_ranks):
-    _, plan, _ = run(fake_ranks, top_k=2, dispatch="all_to_all", chunks=1, combine_wire="auto",
-                     hardware=dataclasses.replace(MACHINE, link_gb_per_s=0.001))  # fmt: skip
-    found = {str(way.candidate): way.is_lossy for way in plan.decision.advice}
-    assert found.get("tokens all-gathered", False) is False
-    assert all(found[name] for name in found if "fp8" in name)
-
-
 def test_slices_are_chosen_together_with_the_dispatch(fake_ranks):
     graph, plan, _ = run(fake_ranks, chunk_by="tokens", hardware=BUSY)
     chosen = plan.decision.chosen.candidate
     assert (chosen.dispatch, chosen.chunk_by) == ("all_gather", "tokens")
     assert chosen.num_chunks > 1
     assert plan.plan.num_chunks == chosen.num_chunks == sum(map(is_reduce_scatter, graph.nodes))
-
-
-def test_slices_of_a_dispatch_that_is_asked_for_are_the_planners_too(fake_ranks):
-    _, plan, _ = run(fake_ranks, dispatch="all_gather", chunk_by="tokens", hardware=FAST_LINK)
-    assert plan.plan.gathers
-    assert plan.plan.num_chunks == plan.decision.chosen.candidate.num_chunks == 1
 
 
 def test_memory_that_is_not_there_is_not_taken(fake_ranks):
@@ -183,22 +166,3 @@ def test_rewriting_that_fails_leaves_the_region_as_written(fake_ranks):
     assert isinstance(results["rewrite_regions"], Dropped)
     assert any(map(is_all_to_all, graph.nodes))
     assert not plan.plan.gathers and plan.left["chunks"].reason is Reason.FAILED
-
-
-@pytest.mark.parametrize("chunks", slow_but(["auto"], ["auto", 2]))
-def test_the_dispatch_is_decided_once_for_two_regions_alike(fake_ranks, chunks):
-    """The second is priced before the first is switched, in the graph as the model has it."""
-    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
-    first, second = (GroupedExperts(32, 32, 8, 4, fake_ranks) for _ in range(2))
-    (gm,) = dynamo_graphs(lambda x: second(first(x)), x)
-    config = MegaMoEConfig(
-        dispatch="auto",
-        numerics="bounded",
-        equal_tokens=True,
-        chunks=chunks,
-        max_memory_increase=10.0,
-    )
-    ours = CompileState(config=config, hardware=MACHINE)
-    run_level(DYNAMO, gm.graph, ours)
-    assert [plan.plan.gathers for plan in ours.experts] == [True, True]
-    assert not any(map(is_all_to_all, gm.graph.nodes))

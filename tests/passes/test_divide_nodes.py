@@ -26,7 +26,7 @@ from moe_compile.graph.query import (
 )
 from moe_compile.hardware import Link, load_profile
 from moe_compile.journal.reasons import Reason
-from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, REFERENCES
+from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
 from moe_compile.ops.two_hops import TOKENS_RECEIVED
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.region_reports import IN_TWO_HOPS
@@ -232,13 +232,6 @@ def test_in_eight_bits_tokens_are_packed_once_and_messages_handed_on(fake_nodes,
         assert not [t for t in wide if t.dtype is torch.bfloat16 and t.shape[1] == WIDTH]
 
 
-def test_for_inductor_on_a_cpu_packing_is_written_out(fake_nodes):
-    """Sizes are sums of numbers that the host reads; rows are no whole blocks of columns."""
-    options = {"nodes": "rounded", **FP8}
-    for graph in aot_graphs(layer(GroupedExperts, fake_nodes), **options):
-        assert not [n for n in graph.nodes if n.target in REFERENCES]
-
-
 @pytest.mark.parametrize(
     ("style", "said"),
     [
@@ -337,13 +330,6 @@ def test_hop_2_of_a_chunk_is_under_way_while_experts_of_the_one_before_compute(f
         )
 
 
-def test_more_chunks_than_experts_are_as_many_as_there_are(fake_nodes):
-    program = layer(GroupedExperts, fake_nodes)
-    region, said, plan = reported(program, **{**ASKED, "chunks": 8})
-    assert plan.num_chunks == region.num_chunks == 2
-    assert "hop 2, experts and the way home in 2 chunks of experts" in said
-
-
 # --- by price -----------------------------------------------------------------------------------
 
 
@@ -408,11 +394,6 @@ def test_the_report_has_times_and_rows_of_each_way(fake_nodes, tmp_path):
         rows = ", ".join(f"{name} {rows:.2f}" for name, rows in zip(names, figures, strict=True))
         assert f"rows of a token from node to node, forward and backward: {rows}" in said
         assert "predicted in one chunk, one hop after the other: flat" in said
-
-
-def test_auto_keeps_the_all_to_all_where_two_hops_gain_nothing(fake_nodes, tmp_path):
-    region, said = by_price(fake_nodes, tmp_path, 1e3, numerics="lossy")
-    assert region.nodes == "off" and Reason.BY_PRICE.value in said
 
 
 def test_the_scheduler_sees_both_links_and_what_they_carry(fake_nodes):

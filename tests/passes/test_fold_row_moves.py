@@ -24,7 +24,7 @@ from moe_compile.ops.row_sums import SUM_OF_PLACES
 from passes.fold_row_moves import NO_GATHER, NO_PERMUTATION, FoldRowMoves
 from passes.lower_row_ops import LowerRowOps
 from tests.capture import CapturedError, state
-from tests.layers import STYLES, GatheredCounts, GroupedExperts, LoopExperts
+from tests.layers import GroupedExperts, LoopExperts
 from tests.slow_parameters import slow_but
 
 WIDTH = 128
@@ -275,10 +275,3 @@ def test_sums_that_are_written_out_are_the_same_for_any_number_of_rows():
         assert torch.equal(gm(some, places), program(some, places))
     none = torch.full((3, 2), -1)
     assert torch.equal(gm(ROWS[:0], none), program(ROWS[:0], none))
-
-
-@pytest.mark.parametrize("style", slow_but([GatheredCounts], STYLES))
-def test_every_style_is_traced_with_messages_both_ways(fake_ranks, style):
-    """That each computes the same as eager is for tests/equivalence."""
-    for graph in both_graphs(style(WIDTH, 64, 8, 2, fake_ranks), chunks=2, codegen="fx"):
-        assert PACK in targets(graph)

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.errors import InvalidConfig
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import is_launch, is_wait, tensor_of
@@ -14,7 +13,6 @@ from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.detect_regions import DetectRegions
-from passes.kinds.by_counts.chunk_edges import FlatExchange, decide_uneven
 from passes.kinds.by_counts.words import region_report
 from passes.plan_regions import PlanRegions
 from passes.replay.chunk_axis import split_by_load
@@ -187,18 +185,6 @@ def test_where_agreeing_takes_longer_than_it_gains_edges_stay_even(fake_ranks):
     assert not one.plan.by_load and one.left["chunk_edges"].reason is Reason.BY_PRICE
     assert "2 chunks of experts by load, +" in said
     assert one.decision.other_edges.us > one.decision.chosen.us
-
-
-def test_a_number_is_priced_by_load_only_where_such_edges_can_be_made(fake_ranks):
-    layer = layer_of(GroupedExperts, fake_ranks)
-    one, _, graph = planned(layer, rewrites=False, chunks=1)
-    config = MegaMoEConfig(chunks=2, routing_skew=0.8, **AUTO)
-    for is_able, edges in ((True, "load"), (False, "even")):
-        exchange = FlatExchange(
-            num_chunks=2, decision=None, rows_per_token=2, may_follow_loads=is_able
-        )
-        decision = decide_uneven(one.found, config, BUSY, TracedNodes(graph), exchange)
-        assert decision.chosen.candidate.chunk_edges == edges
 
 
 def test_a_stated_skew_decides_the_number_of_chunks_too(fake_ranks):

@@ -116,36 +116,6 @@ def test_only_a_function_that_waits_again_and_no_more_hands_its_rows_on(fake_ran
     assert any(map(is_autograd_function, gm.graph.nodes)) is (name != "waits")
 
 
-def waits_again(x, with_gradient):
-    waited = C10D.wait_tensor(
-        C10D.all_to_all_single(x, [2, 2], [2, 2], dist.group.WORLD.group_name)
-    )
-    with torch.set_grad_enabled(with_gradient):
-        again = WAITS.apply(waited)
-    return again * 2, waited
-
-
-def waits_as_eager(rank, with_gradient):
-    """Return outputs, whether they have gradients, and the input's: eagerly and compiled."""
-    torch._dynamo.reset()
-    options = {"megamoe.codegen": "fx"}
-    compiled = torch.compile(waits_again, backend="megamoe", options=options)
-    found = []
-    for function in (waits_again, compiled):
-        x = (torch.arange(16.0).view(4, 4) + rank).requires_grad_()
-        outputs = function(x, with_gradient)
-        torch.autograd.backward([y.sum() for y in outputs if y.requires_grad])
-        found.append([*(y.tolist() for y in outputs), [y.requires_grad for y in outputs], x.grad])
-    return found
-
-
-@pytest.mark.parametrize("with_gradient", [True, False])
-def test_what_waits_again_is_a_view_under_its_own_grad_mode(two_ranks, with_gradient):
-    for eager, compiled in two_ranks.run(waits_as_eager, with_gradient):
-        assert eager[:3] == compiled[:3]
-        assert torch.equal(eager[3], compiled[3])
-
-
 BESIDE_ANOTHER = function_of(
     lambda x, other: (C10D.wait_tensor(x), other.view_as(other)), lambda *gradients: gradients
 )

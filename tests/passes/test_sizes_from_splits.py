@@ -6,10 +6,6 @@ import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.plan.state import CompileState
-from moe_compile.testing.programs.choices import Wrapping
-from moe_compile.testing.programs.grammar import Experts, Program, Rewrite
-from moe_compile.testing.programs.judge import Judge, Outcome
-from moe_compile.testing.programs.text import source_of
 from passes.sizes_from_splits import SizesFromSplits
 
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
@@ -49,14 +45,3 @@ def test_equal_parts_and_other_dimensions_are_asked_as_before(splits, dim):
     graph = graph_with(splits, dim)
     assert run(graph).applied == ()
     assert len(graph.find_nodes(op="call_function", target=SIZE)) == 2
-
-
-def test_recomputed_exchanges_are_in_one_order_on_a_rank_without_tokens_too():
-    """The job was stopped: a rank without tokens asked for no size, and sent gradients first."""
-    program = Program(
-        layers=(Experts(),), tokens=((0, 2),), width=16, hidden=16,
-        wrapping=Wrapping.CHECKPOINT, rewrite=Rewrite.MODEL_RECOMPUTE,
-    )  # fmt: skip
-    with Judge() as judge:
-        judgement = judge.judge(source_of(program))
-    assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement

@@ -43,13 +43,6 @@ def drawn(size=4):
     return torch.randn(size, POSITIONS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
 
 
-class RepeatedInTurn(Block):
-    """A weight is repeated for each sequence by an operator that counts how often."""
-
-    def forward(self, x):
-        return super().forward(x) + self.out.bias[None].repeat_interleave(len(x), 0)[:, None]
-
-
 class OfCapacity(nn.Module):
     def __init__(self):
         super().__init__()
@@ -267,15 +260,6 @@ class OfAnyLength(Block):
         return x
 
 
-def test_a_size_that_is_too_small_for_a_guard_is_a_constant(fake_ranks):
-    """Two parts of three sequences, one of which has a single one."""
-    x = drawn(3)
-    torch._dynamo.maybe_mark_dynamic(x, 0)
-    gm, skipped, _ = verdicts(Block(GroupedExperts, torch.bfloat16), x)
-    assert skipped == []
-    assert sizes_of_parts(gm) == [str(4 * POSITIONS), str(2 * POSITIONS)]
-
-
 SAID = [
     (3, {}, "a size marked as dynamic, below 4"),
     (8, {"min": 3, "max": 9}, "a bound below 4 for 2 parts"),
@@ -364,13 +348,6 @@ def test_experts_that_need_all_their_rows_have_those_of_one_part_alone(fake_rank
     _, skipped, compilation = verdicts(Block(CenteredExperts, torch.bfloat16), drawn(), chunks=2)
     assert skipped == [Reason.ROWS_MIXED]
     assert [region.num_chunks for region in compilation.regions] == [2]
-
-
-def test_what_repeats_a_parameter_otherwise_is_left_whole(fake_ranks):
-    program = RepeatedInTurn(GroupedExperts, torch.bfloat16)
-    _, skipped, compilation = verdicts(program, drawn())
-    assert skipped == [Reason.BATCH_LOST]
-    assert "repeat_interleave" in compilation.rewrites[0]
 
 
 def test_graphs_without_experts_are_not_spoken_of(fake_ranks):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
@@ -13,7 +12,6 @@ from moe_compile.graph.query import (
     is_integer,
     is_launch,
     is_reduce_scatter,
-    is_wait,
     overload_name,
 )
 from moe_compile.journal.reasons import Reason
@@ -29,7 +27,6 @@ from tests.layers import (
     SharedAndBias,
     SortedChunks,
 )
-from tests.proof.titan_layer import TitanExperts, permute_indices
 from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 16, 32, 8, 2
@@ -155,13 +152,6 @@ def test_tokens_that_do_not_split_evenly_are_gathered_whole_and_told(fake_ranks)
     assert sum(map(is_reduce_scatter, gm.graph.nodes)) == 1
 
 
-def test_slices_of_tokens_are_reported_with_all_that_rounds(fake_ranks):
-    program = layer(GroupedExperts, fake_ranks)
-    _, said, _ = reported(program, chunk_by="tokens", chunks=2, **ASKED)
-    assert "a weight's gradient is summed over chunks" in said
-    assert "in four and eight bytes" in said and "outputs and all gradients" in said
-
-
 def test_a_region_may_gather_the_sums_of_another(fake_ranks):
     first, second = (layer(GroupedExperts, fake_ranks) for _ in range(2))
     gm, report = switched(lambda x: second(first(x)), strict=True)
@@ -193,11 +183,6 @@ def test_the_report_has_bytes_both_rules_and_the_equality(fake_ranks):
     assert "no bit changes" in said
 
 
-def test_the_report_bounds_sums_of_more_rows(fake_ranks):
-    _, said, _ = reported(layer(GroupedExperts, fake_ranks, top_k=4), chunks=1, **ASKED)
-    assert "off by at most 3 eps times the sum" in said
-
-
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_report_bounds_gradients_of_the_weights_of_a_batched_product(fake_ranks, trained):
     """They are added up over the width in another order, of a single row a token too."""
@@ -209,40 +194,6 @@ def test_the_report_bounds_gradients_of_the_weights_of_a_batched_product(fake_ra
     _, said, _ = reported(layer(Weighted, fake_ranks, top_k=1), chunks=1, **ASKED)
     assert ("no bit changes" in said) is not trained
     assert (f"off by at most {WIDTH} eps times the sum" in said) is trained
-
-
-class WithSharedExpert(nn.Module):
-    """Routed experts, and one that every token passes."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.routed = GroupedExperts(64, 64, EXPERTS, TOP_K, group)
-        self.shared = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, x):
-        return self.routed(x) + self.shared(x)
-
-
-@pytest.mark.parametrize("schedule", slow_but([True], [True, False]))
-def test_scheduled_compute_hides_gathers_and_sums_forward_and_backward(fake_ranks, schedule):
-    """Products under an exchange: the shared expert's, under a gather or a sum; in the backward
-    weight gradients."""
-    x = torch.randn(256, 64, dtype=torch.bfloat16, requires_grad=True)
-    (gm,) = dynamo_graphs(WithSharedExpert(fake_ranks), x)
-    more = {"max_memory_increase": 2.0, "hardware": "cpu"}
-    compile_state, _ = rewrite(gm, state(schedule=schedule, **ASKED, **more).config)
-    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
-    hiding = set()
-    phases = zip(("forward", "backward"), trace_both(gm, inputs, compile_state), strict=True)
-    for phase, graph_module in phases:
-        nodes = list(graph_module.graph.nodes)
-        for launch in filter(is_launch, nodes):
-            wait = next(user for user in launch.users if is_wait(user))
-            between = nodes[nodes.index(launch) : nodes.index(wait)]
-            if any(overload_name(n) == "aten::mm" for n in between):
-                hiding.add((phase, overload_name(launch).rpartition("::")[2]))
-    assert {phase for phase, _ in hiding} == ({"forward", "backward"} if schedule else set())
-    assert (("backward", "all_gather_into_tensor") in hiding) == schedule
 
 
 # --- when not --------------------------------------------------------------------------------
@@ -375,12 +326,3 @@ def test_strict_raises_where_the_switch_was_asked_for(fake_ranks):
     (gm,) = dynamo_graphs(layer(NoSum, fake_ranks), tokens())
     with pytest.raises(RegionRefused, match="not a sum per token"):
         rewrite(gm, state(strict=True, **ASKED).config)
-
-
-def test_experts_of_torchtitan_are_switched_with_its_sizes_read_once(fake_ranks, monkeypatch):
-    """Its layer stashes split sizes, which the host must know."""
-    monkeypatch.setattr("torchtitan.models.moe.utils.generate_permute_indices", permute_indices)
-    program = TitanExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, fake_ranks, use_grouped_mm=False)
-    gm, report = switched(program, tokens(torch.float32))
-    assert report.applied == ("region 0",)
-    assert len({n.args[0].args[0] for n in host_reads(gm.graph)}) == 1

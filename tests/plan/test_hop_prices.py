@@ -54,13 +54,6 @@ def test_nodes_of_a_token_are_those_of_all_choices(nodes, experts, k):
     assert shape.flat_rows == pytest.approx(sum(rows) / len(rows))
 
 
-def test_rows_between_eight_nodes_of_eight_ranks():
-    """256 experts, 8 a token: 7 in one flat exchange, 4.63 in hops."""
-    shape = dataclasses.replace(SHAPE, num_nodes=8, num_local=8, num_experts=256)
-    ways = [shape.rows_between(nodes) for nodes in ("off", "exact", "rounded")]
-    assert [round(rows, 2) for rows in ways] == [28.0, 23.27, 18.53]
-
-
 SENT = 140e3
 """Bytes of a rank's rows that leave it, of 160e3, in each exchange of `in_hops`."""
 
@@ -253,13 +246,6 @@ def test_nodes_and_number_format_are_chosen_together(numerics, expected):
     assert (found.nodes, found.dispatch_wire, found.combine_wire) == expected
 
 
-def test_rows_of_eight_bits_stay_flat_where_a_node_is_what_they_would_wait_for():
-    options = {"wires": {"fp8": SHARE}, "numerics": "lossy", **dict.fromkeys(WIRES, "auto")}
-    assert chosen(rates(network=0.5), **options).nodes == "rounded"
-    slow = chosen(rates(node=dataclasses.replace(FAST_NODE, gb_per_s=0.6)), **options)
-    assert (slow.nodes, slow.dispatch_wire, slow.combine_wire) == ("off", "fp8", "fp8")
-
-
 def test_rows_that_must_not_be_rounded_go_in_hops_as_they_are():
     options = {"wires": {"fp8": SHARE}, "numerics": "lossy", **dict.fromkeys(WIRES, "auto")}
     one = chosen(rates(network=0.1), kept=("combine",), **options)
@@ -347,9 +333,3 @@ def test_hops_hold_the_rows_of_hop_1_and_a_chunk_of_hop_2_more():
     )
     assert whole == pytest.approx(160e3 * (1 + far))
     assert chunked == pytest.approx(160e3 * (1 / 4 + far))
-
-
-def test_chunks_that_hide_exchanges_are_weighed_against_hops():
-    """Where experts take long enough to hide all, chunks are as good; the network decides."""
-    assert decided(rates(network=2.0), chunks="auto") == "off"
-    assert decided(rates(network=0.05), chunks="auto") == "exact"

@@ -96,23 +96,3 @@ def regions(draw):
 def test_no_way_is_faster_than_its_bound(work):
     for candidate in list_candidates(work, ("experts", "tokens")):
         assert least_us(work, candidate, RATES) <= price_us(work, candidate, RATES) * (1 + 1e-9)
-
-
-def test_where_all_that_is_not_bound_is_hidden_it_is_the_price():
-    exchange = Work(name="dispatch", link_bytes=1e6, exchange="dispatch")
-    compute = Work(name="beside", operations=1e5)
-    phases = {"forward": (exchange, compute), "backward": (compute,)}
-    work = RegionWork(**phases, num_ranks=2, num_parts=1, row_bytes=0.0)
-    (whole, *_) = list_candidates(work, ("experts",))
-    calm = dataclasses.replace(RATES, contention=0.0, overlap_slowdown=0.0, op_overhead_us=0.0)
-    assert least_us(work, whole, calm) == pytest.approx(price_us(work, whole, calm))
-
-
-def test_a_product_in_chunks_is_bound_by_the_rate_of_a_large_one():
-    product = Product(groups=8, rows=2048, columns=768, reduction=4096, ragged="rows")
-    experts = Work(name="experts", product=product, operations=product.operations, is_chunked=True)
-    work = RegionWork(forward=(experts,), num_ranks=2, num_parts=8, row_bytes=0.0)
-    (whole, *_) = list_candidates(work, ("experts",))
-    share = RATES.compute.share_of(product)
-    calm = dataclasses.replace(RATES, op_overhead_us=0.0)
-    assert least_us(work, whole, calm) == pytest.approx(price_us(work, whole, calm) * share)

@@ -66,13 +66,6 @@ def check(decided):
 
 
 @pytest.mark.slow
-def test_first_and_last_rank_of_eight_in_processes_of_other_hash_seeds_decide_alike():
-    hashes, decided = decisions([(0,), (7,)], 8)
-    assert len(hashes) == 2
-    check(decided)
-
-
-@pytest.mark.slow
 def test_first_and_last_rank_draw_the_same_popularities():
     hashes, decided = decisions([(0,), (7,)], 8, skew=1)
     assert len(hashes) == 2 and '"routing_skew": 1' in next(iter(decided))

@@ -16,11 +16,9 @@ from moe_compile.plan.uneven_price import (
     RoutingSkew,
     agreeing_us,
     all_ranks_us,
-    drawn_rows,
     even_ranges,
     order_of,
     ranges_by_load,
-    rows_of_ranks,
     skewed_shares,
     together_us,
     uneven_us,
@@ -36,14 +34,6 @@ def test_no_token_chooses_an_expert_twice_whatever_the_skew(skew, num, top_k, se
     assert shares == skewed_shares(skew, num, min(top_k, num), seed)
     if skew <= 2:
         assert sum(shares) == pytest.approx(min(top_k, num))
-
-
-def test_popularities_fall_by_the_skew():
-    """One expert a token: shares are close to 1, 1/2, 1/4 over their sum, in the drawn order."""
-    rows = rows_of_ranks([4.0, 2.0, 1.0, 1.0], 2)
-    assert rows == [[1.0, 0.5], [0.25, 0.25]]
-    mild, strong = (sorted(skewed_shares(skew, 4, 1, 0)) for skew in (0.5, 1.0))
-    assert strong[-1] > mild[-1] > 0.25 > mild[0] > strong[0]
 
 
 def test_ranges_told_by_hand():
@@ -117,11 +107,3 @@ def test_ranges_of_as_many_rows_are_faster_where_the_halves_are_not():
         for cut in (even_ranges, ranges_by_load)
     )
     assert middles < 0.8 * halves
-
-
-def test_all_ranks_have_one_draw():
-    routing = RoutingSkew(skew=0.7, rows_per_token=2)
-    first = drawn_rows(routing, 4, 8)
-    drawn_rows.cache_clear()
-    assert drawn_rows(routing, 4, 8) == first
-    assert all(sum(map(sum, draw)) == pytest.approx(8) for draw in first)

@@ -350,29 +350,30 @@ def test_rows_are_not_put_in_an_order_that_was_written(fake_ranks):
     assert isinstance(found_in(Turned, fake_ranks), Left)
 
 
-class WrittenOrder(Around):
-    """Its order is no permutation any more when rows are gathered by it."""
+def gathered_by(make):
+    """Return a layer that gathers rows, and adds them up, by what `make` makes of its order."""
 
-    def gather(self, x, order, scores):
-        order.copy_(order // 2)
-        self.index = order // self.top_k
-        return x[self.index]
+    class Gathered(Around):
+        def gather(self, x, order, scores):
+            self.index = make(order, scores)
+            return x[self.index]
 
-    def total(self, x, order, out, scores):
-        return torch.zeros_like(x).index_add(0, self.index, out)
+        def total(self, x, order, out, scores):
+            return torch.zeros_like(x).index_add(0, self.index, out)
 
-
-class NarrowOrder(WrittenOrder):
-    """Its order is sent through a type that holds few numbers."""
-
-    def gather(self, x, order, scores):
-        self.index = order.to(torch.int8).long() // self.top_k
-        return x[self.index]
+    return Gathered
 
 
-@pytest.mark.parametrize("style", [WrittenOrder, NarrowOrder])
-def test_an_order_that_may_be_no_permutation_proves_no_number_of_rows(fake_ranks, style):
-    found = found_in(style, fake_ranks)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda order, _: order.copy_(order // 2) // TOP_K,
+        lambda order, _: order.to(torch.int8).long() // TOP_K,
+    ],
+    ids=["written", "through a type of few numbers"],
+)
+def test_an_order_that_may_be_no_permutation_proves_no_number_of_rows(fake_ranks, make):
+    found = found_in(gathered_by(make), fake_ranks)
     assert (found.rows_per_token, found.mean_rows_per_token) == (None, TOP_K)
 
 
@@ -413,8 +414,8 @@ def counted_by(count, choices=EXPERTS):
     return Counted
 
 
-def ones_added(flat, number):
-    return flat.new_zeros(number).scatter_add(0, flat, torch.ones_like(flat))
+def ones_added(flat, number, one=1, to=0):
+    return flat.new_full((number,), to).scatter_add(0, flat, torch.full_like(flat, one))
 
 
 def on_a_table(flat, number):
@@ -424,82 +425,41 @@ def on_a_table(flat, number):
     return table.sum(dim=0)
 
 
-COUNTS = {
-    "histc": (lambda flat, n: torch.histc(flat.float(), n, 0, n - 1).long(), EXPERTS, True),
-    "histc up to the number": (
-        lambda flat, n: torch.histc(flat.double(), n, 0, n).to(torch.int32),
-        EXPERTS,
-        True,
+PROVEN = {
+    "histc": lambda flat, n: torch.histc(flat.float(), n, 0, n - 1).long(),
+    "histc up to the number": lambda flat, n: torch.histc(flat.double(), n, 0, n).to(torch.int32),
+    "ones added": ones_added,
+    "ones added in place": lambda flat, n: flat.new_zeros(n).index_add_(
+        0, flat, torch.ones_like(flat)
     ),
-    "histc, the last bin of two": (
-        lambda flat, n: torch.histc(flat.float(), n, 0, n).long(),
-        EXPERTS + 1,
-        False,
-    ),
-    "histc, one left out": (
-        lambda flat, n: torch.histc(flat.float(), n, 0, n - 1).long(),
-        EXPERTS + 1,
-        True,
-    ),
-    "histc, bins of two": (
-        lambda flat, n: torch.histc(flat.float(), n, 0, 2 * n).long(),
-        EXPERTS,
-        False,
-    ),
-    "histc of halves": (
-        lambda flat, n: torch.histc(flat.float() / 2, n, 0, n).long(),
-        EXPERTS,
-        False,
-    ),
-    "ones added": (ones_added, EXPERTS, True),
-    "twos added": (
-        lambda flat, n: flat.new_zeros(n).scatter_add(0, flat, torch.ones_like(flat) * 2),
-        EXPERTS,
-        False,
-    ),
-    "ones added to ones": (
-        lambda flat, n: flat.new_ones(n).scatter_add(0, flat, torch.ones_like(flat)),
-        EXPERTS,
-        False,
-    ),
-    "ones added in place": (
-        lambda flat, n: flat.new_zeros(n).index_add_(0, flat, torch.ones_like(flat)),
-        EXPERTS,
-        True,
-    ),
-    "one_hot of pairs": (
-        lambda flat, n: F.one_hot(flat.view(-1, TOP_K), n).sum((0, 1)).int(),
-        EXPERTS,
-        True,
-    ),
-    "a table of tokens": (on_a_table, EXPERTS, True),
-    "one by one": (
-        lambda flat, n: torch.stack([(flat == e).sum() for e in range(n)]),
-        EXPERTS,
-        True,
-    ),
-    "at most four": (
-        lambda flat, n: F.one_hot(flat, n).sum(0).clamp(max=4),
-        EXPERTS,
-        False,
-    ),
-    "added up in eight bits": (
-        lambda flat, n: F.one_hot(flat, n).to(torch.int8).sum(0),
-        EXPERTS,
-        False,
-    ),
-    "ones added at others": (
-        lambda flat, n: flat.new_zeros(n).scatter_add(0, flat.flip(0) // 2, torch.ones_like(flat)),
-        EXPERTS,
-        False,
-    ),
+    "one_hot of pairs": lambda flat, n: F.one_hot(flat.view(-1, TOP_K), n).sum((0, 1)).int(),
+    "a table of tokens": on_a_table,
+    "one by one": lambda flat, n: torch.stack([(flat == e).sum() for e in range(n)]),
+}
+UNPROVEN = {
+    "histc, bins of two": lambda flat, n: torch.histc(flat.float(), n, 0, 2 * n).long(),
+    "histc of halves": lambda flat, n: torch.histc(flat.float() / 2, n, 0, n).long(),
+    "twos added": lambda flat, n: ones_added(flat, n, 2),
+    "ones added to ones": lambda flat, n: ones_added(flat, n, to=1),
+    "at most four": lambda flat, n: F.one_hot(flat, n).sum(0).clamp(max=4),
+    "added up in eight bits": lambda flat, n: F.one_hot(flat, n).to(torch.int8).sum(0),
+    "ones added at others": lambda flat, n: ones_added(flat.flip(0) // 2, n),
 }
 
 
-@pytest.mark.parametrize("form", slow_but([*COUNTS][::3], COUNTS))
+@pytest.mark.parametrize("form", slow_but(["histc", "histc of halves"], PROVEN | UNPROVEN))
 def test_counts_are_those_of_the_chosen_experts_or_prove_nothing(fake_ranks, form):
-    count, choices, is_proven = COUNTS[form]
-    assert found_in(counted_by(count, choices), fake_ranks).is_chosen_once is is_proven
+    found = found_in(counted_by((PROVEN | UNPROVEN)[form]), fake_ranks)
+    assert found.is_chosen_once is (form in PROVEN)
+
+
+@pytest.mark.parametrize(("up_to", "is_proven"), [(0, False), (-1, True)])
+def test_a_histogram_with_fewer_bins_than_numbers_is_counted_by_its_last_bin(
+    fake_ranks, up_to, is_proven
+):
+    """A ninth number is in the last bin of two, or left out."""
+    style = counted_by(lambda flat, n: torch.histc(flat.float(), n, 0, n + up_to).long(), 9)
+    assert found_in(style, fake_ranks).is_chosen_once is is_proven
 
 
 @pytest.mark.parametrize(("most", "is_proven"), [(EXPERTS, True), (2 * EXPERTS, False)])
@@ -519,48 +479,20 @@ def test_integers_that_a_gpu_counts_by_histc_are_counted_without_one(most, is_pr
     assert counts_values(TokenIndex(frozenset()), counts, chosen, dependence) is is_proven
 
 
-class HandedIn(Around):
-    """Its index is made before its graph begins, of as many rows as came to be."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.register_buffer("index", torch.arange(TOKENS).repeat(TOP_K))
-
-    def gather(self, x, order, scores):
-        return x[self.index]
-
-    def total(self, x, order, out, scores):
-        return torch.zeros_like(x).index_add(0, self.index, out)
-
-
-class ByThreshold(Around):
-    """Its rows are those of large scores: data tells how many."""
-
-    def gather(self, x, order, scores):
-        large = scores >= scores.mean()
-        self.index = large.nonzero(as_tuple=True)[0]
-        return x[self.index]
-
-    def total(self, x, order, out, scores):
-        return torch.zeros_like(x).index_add(0, self.index, out)
-
-
-class Joined(Around):
-    """As many rows as `topk` chose, in a form in which their tokens are not read off."""
-
-    def gather(self, x, order, scores):
-        self.index = torch.cat([order // self.top_k])
-        return x[self.index]
-
-    def total(self, x, order, out, scores):
-        return torch.zeros_like(x).index_add(0, self.index, out)
+MADE_BEFORE = torch.arange(TOKENS).repeat(TOP_K)
 
 
 @pytest.mark.parametrize(
-    ("style", "expected"), [(HandedIn, None), (ByThreshold, None), (Joined, TOP_K)]
+    ("make", "expected"),
+    [
+        (lambda order, scores: MADE_BEFORE, None),
+        (lambda order, scores: (scores >= scores.mean()).nonzero(as_tuple=True)[0], None),
+        (lambda order, scores: torch.cat([order // TOP_K]), TOP_K),
+    ],
+    ids=["made before the graph", "as many as data tells", "joined"],
 )
-def test_as_many_rows_on_every_rank_are_proven_by_what_chose_them(fake_ranks, style, expected):
-    found = found_in(style, fake_ranks)
+def test_as_many_rows_on_every_rank_are_proven_by_what_chose_them(fake_ranks, make, expected):
+    found = found_in(gathered_by(make), fake_ranks)
     assert (found.rows_per_token, found.mean_rows_per_token) == (None, expected)
 
 

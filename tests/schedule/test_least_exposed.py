@@ -81,18 +81,6 @@ def test_a_graph_without_collectives_exposes_nothing():
     assert least_exposed_us(problem) == 0.0
 
 
-def test_compute_is_slower_beside_a_collective():
-    """A second of a collective under compute takes a fifth of the compute of that second away."""
-    problem, _ = traced(product_beside, X, WEIGHT)
-    quick = replace(problem, link_us=tuple(0.1 * us for us in problem.link_us))
-    order = list_schedule(quick, POLICIES[0])
-    free, slowed = (simulate(replace(quick, contention=c), order) for c in (0.0, 0.25))
-    hidden_us = free.exchange_us - free.exposed_us
-    assert free.compute_us == slowed.compute_us and hidden_us > 0.0
-    assert slowed.step_us == pytest.approx(free.step_us + 0.2 * hidden_us)
-    assert slowed.exposed_us >= least_exposed_us(quick)
-
-
 @given(
     sent_us=st.floats(1.0, 60.0),
     kernels=st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=12),
