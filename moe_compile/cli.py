@@ -20,7 +20,7 @@ from moe_compile.source_hash import installed_version
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = _parser()
+    parser = new_parser()
     known, overrides = parser.parse_known_args(arguments)
     try:
         if known.command is None:
@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def new_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; flags of torchtitan are left over."""
     parser = argparse.ArgumentParser(
         prog="megamoe", description="Train mixture-of-experts models with hidden communication."
     )
