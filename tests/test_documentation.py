@@ -10,8 +10,9 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moe_compile
 from moe_compile.cli import main, new_parser
+from moe_compile.journal.reasons import Reason
 from tests.layers import GroupedExperts
 from torchtitan_integration.job_checks import checked_ranks
 from torchtitan_integration.job_file import JobFile, find_job, read_job
@@ -110,9 +112,8 @@ def test_the_python_of_a_page_runs_from_its_top_to_its_end(
     monkeypatch.chdir(tmp_path)
     if "init_process_group" not in page.read_text():
         dist.init_process_group("fake", rank=0, world_size=16, store=FakeStore())
-    rows = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
     layer = GroupedExperts(16, 24, 16, 2, dist.group.WORLD) if dist.is_initialized() else torch.relu
-    given = {"model": layer, "inputs": (rows,)}
+    given = {"model": layer, "inputs": (tokens(),)}
     names = {name: value for name, value in given.items() if f"`{name}`" in page.read_text()}
     for block in PYTHON[page]:
         if "torchrun" in block.text:
@@ -121,8 +122,51 @@ def test_the_python_of_a_page_runs_from_its_top_to_its_end(
         path.write_text(block.text)  # Dynamo reads sources
         exec(compile(block.text, path, "exec"), names)
         for options in options_of(block.text):
-            report = moe_compile.explain(given["model"], *given["inputs"], **options).report
+            report = moe_compile.explain(layer, tokens(), **options).report
             assert [one["is_found"] for one in report["exchanges"]] == [True]
+    if page.stem in FUNCTIONS:
+        FUNCTIONS[page.stem](names)
+
+
+def tokens():
+    return torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+
+
+def gathers_tokens(names):
+    def layer(x):
+        scores, chosen = torch.softmax(x @ router, -1).topk(2)
+        return names["gathering"](x, scores, chosen, (torch.relu, torch.tanh), 0, dist.group.WORLD)
+
+    router = torch.randn(16, 32, dtype=torch.bfloat16)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        exchanges = moe_compile.explain(layer, tokens()).report["exchanges"]
+    assert len(exchanges) == 2
+    assert all(Reason.TOKENS_GATHERED.value in one["because"] for one in exchanges)
+
+
+def sums_rows(names):
+    rows, order, scores = torch.arange(12.0).view(6, 2), torch.randperm(6), torch.rand(3, 2)
+    placed = torch.empty_like(rows)
+    placed[order] = rows
+    expected = (placed.view(3, 2, 2) * scores[..., None]).sum(1)
+    torch.testing.assert_close(names["sums"](rows, order, scores), expected)
+
+
+def compiles_blocks(names):
+    """The dataclasses have what torchtitan 0.3's `ModelSpec` and configuration have of it."""
+    block = torch.nn.ReLU()
+    model = SimpleNamespace(layers={"0": block})
+    compile_config = make_dataclass("Compile", ["enable"])(True)
+    spec = make_dataclass("ModelSpec", ["parallelize_fn"])(
+        lambda model, *, compile_config: None if compile_config.enable else model
+    )
+    spec = names["with_megamoe"](spec)
+    assert spec.parallelize_fn(model, compile_config=compile_config) is model
+    assert "forward" in vars(block) and compile_config.enable
+
+
+FUNCTIONS = {"dispatch": gathers_tokens, "wire": sums_rows, "torchtitan": compiles_blocks}
+"""Calls of the functions that a page defines."""
 
 
 def options_of(text):
