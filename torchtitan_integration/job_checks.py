@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
@@ -29,6 +28,7 @@ from torchtitan_integration.job_file import (
     refuse,
     uses_megamoe,
 )
+from torchtitan_integration.job_folder import why_no_file_in, why_not_written
 from torchtitan_integration.launch import uses_cpu
 from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, MODEL, read_layout, toml
 from torchtitan_integration.resume import check_resume
@@ -323,11 +323,16 @@ def value_faults(job: JobFile) -> Iterator[str]:
     yield from _numbers(job)
     yield from _batches(job)
     yield from _names(job)
+    report = str(job.read("megamoe.report", ""))
+    if report and (why := why_not_written(Path(report))):
+        yield f"megamoe.report = {report!r} cannot be written: {why}"
 
 
 def run_faults(job: JobFile, *, on_cpu: bool) -> Iterator[str]:
-    """Yield faults that keep a job from running here: folders, and a missing device."""
-    yield from _folders(job)
+    """Yield faults that keep a job from running here: its folder, and a missing device."""
+    folder = Path(str(job.read("job.dump_folder", "outputs")))
+    if why := why_no_file_in(folder):
+        yield f"job.dump_folder = {str(folder)!r} cannot be written: {why}"
     for key in NEEDS_DEVICE:
         if on_cpu and job.is_true(key):
             yield f"{key} is true, and torchtitan profiles GPUs alone; write {key} = false on a CPU"
@@ -429,23 +434,3 @@ def _module(name: str) -> Iterator[str]:
         yield f"experimental.custom_import = {name!r}: {error}"
     finally:
         sys.path.pop()
-
-
-def _folders(job: JobFile) -> Iterator[str]:
-    folder = Path(str(job.read("job.dump_folder", "outputs")))
-    if why := _why_not_written(folder):
-        yield f"job.dump_folder = {str(folder)!r} cannot be written: {why}"
-    if not (named := str(job.read("megamoe.report", ""))):
-        return
-    if Path(named).is_dir():
-        yield f"megamoe.report = {named!r} is a folder; write the name of a file"
-    elif why := _why_not_written(Path(named).parent):
-        yield f"megamoe.report = {named!r} cannot be written: {why}"
-
-
-def _why_not_written(folder: Path) -> str:
-    """Return why no file can be made in a folder that may not exist yet, "" where one can."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        return f"{there} is a file"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written to"

@@ -363,6 +363,11 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--experimental.custom_import", "nowhere.register"], "No module named 'nowhere'"),
         (["--job.dump_folder", "job.toml/outputs"], "job.toml is a file"),
         (["--megamoe.report", "."], "write the name of a file"),
+        (["--megamoe.report", "/dev/null"], "it is a device or a pipe"),
+        (["--megamoe.report", "job.toml/report.json"], "job.toml is a file"),
+        (["--megamoe.report", "/proc/none/report.json"], "/proc takes no file"),
+        (["--dry-run", "--megamoe.report", "/proc/report.json"], "/proc takes no file"),
+        (["--job.dump_folder", "/proc/outputs"], "/proc takes no file"),
         (["--profiling.enable_profiling"], "write profiling.enable_profiling = false on a CPU"),
         (["--checkpoint.async_mode=async_with_pinned_mem"], 'write checkpoint.async_mode = "as'),
         (["--megamoe.batch_parts", "9", "--validation.enable"],
@@ -471,28 +476,77 @@ def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch
     said = capsys.readouterr()
     error, last = said.err.splitlines()[-2:]
     assert error == "megamoe: rank 1: ValueError: no data"
-    assert last == "megamoe: the job failed, exit status 1; what ranks printed: outputs/ranks"
+    assert (
+        last == "megamoe: the job failed, exit status 1; what ranks printed: outputs/ranks/latest"
+    )
+    assert Path("outputs/ranks/latest/attempt_0/1/stderr.log").is_file()
     assert "nothing was compiled" not in said.out
     monkeypatch.setattr("moe_compile.commands.train.run", lambda *_: 130)
     assert main(["train", str(tmp_path / "job.toml")]) == 130
     assert "the job was ended by SIGINT" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_run_that_filled_its_disk_says_so_and_shows_no_tables(tmp_path, capsys, monkeypatch):
+    """The tables followed as if all were well, and "No space" was cut off in the ranks' output."""
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    monkeypatch.chdir(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(command, show, settings):
+        write_report()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, limits[1]))
+        return 1
+
+    monkeypatch.setattr("moe_compile.commands.train.run", fill)
+    try:
+        assert main(["train", str(write(tmp_path, RIGHT))]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr()
+    disk, _ = said.err.splitlines()[-2:]
+    assert "job.dump_folder = 'outputs' cannot be written any more" in disk
+    assert "takes no file (File too large)" in disk
+    assert said.out.splitlines() == [
+        "megamoe: what was compiled before the job failed as JSON: outputs/report.json"
+    ]
+
+
+def write_report():
+    path = Path("outputs/report.json")
+    path.parent.mkdir(exist_ok=True)
+    warning = "megamoe: the exchange at a.py:3"
+    path.write_text(json.dumps(report_of([], [], hardware="cpu", warnings=(warning,))))
+
+
+def test_each_run_keeps_its_own_report(tmp_path, capsys, monkeypatch):
+    """Two runs in one folder had one, of the second."""
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    monkeypatch.chdir(tmp_path)
+    runs = iter(("first", "second"))
+
+    def train(command, show, settings):
+        log = Path("outputs/ranks") / next(runs) / "attempt_0/0/stderr.log"
+        log.parent.mkdir(parents=True)
+        write_report()
+        show(["a line\n"])
+        return 0
+
+    monkeypatch.setattr("moe_compile.commands.train.run", train)
+    for name in ("first", "second"):
+        assert main(["train", str(write(tmp_path, RIGHT))]) == 0
+        assert Path("outputs/ranks/latest").resolve().name == name
+        assert Path("outputs/ranks", name, "report.json").is_file()
+
+
 def test_a_run_without_megamoe_says_so_in_its_last_line(tmp_path, capsys, monkeypatch):
     """Jobs trained to their end without a word."""
     pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
     monkeypatch.chdir(tmp_path)
-    empty = report_of([], [], hardware="cpu", warnings=("megamoe: the exchange at a.py:3",))
-
-    def write_report(command, show, settings):
-        path = Path("outputs/report.json")
-        path.parent.mkdir()
-        path.write_text(json.dumps(empty))
-        return 0
-
+    compiling = "[rank0]:[titan] 2026-11-26 10:00:00,000 - root - INFO - compiling block 1 of 3"
     for started, last in (
         (lambda *_: 0, "nothing was compiled by megamoe: no block of the model ran"),
-        (write_report, "nothing was rewritten: the exchange at a.py:3"),
+        (lambda _, show, __: show([compiling]) or 0, "the report was not written to outputs/"),
+        (lambda *_: write_report() or 0, "nothing was rewritten: the exchange at a.py:3"),
     ):
         monkeypatch.setattr("moe_compile.commands.train.run", started)
         assert main(["train", str(write(tmp_path, RIGHT))]) == 0
@@ -535,7 +589,10 @@ def test_what_ranks_printed_is_kept_of_a_few_runs(tmp_path):
         (tmp_path / f"run{number}" / "attempt_0" / "0").mkdir(parents=True)
         os.utime(tmp_path / f"run{number}", (number, number))
     (tmp_path / "mine").mkdir()
+    (tmp_path / "latest").symlink_to("run6")
     drop_old(tmp_path)
+    assert (tmp_path / "latest" / "attempt_0").is_dir()
+    (tmp_path / "latest").unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "mine",
         "run3",

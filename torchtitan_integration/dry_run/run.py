@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
@@ -21,6 +23,7 @@ from rich.table import Table
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.compilations import RegionReport
+from moe_compile.report.process_report import report_of
 from moe_compile.simulator.cluster_tables import new_console
 from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, trace_layers
 from torchtitan_integration.dry_run.memory import (
@@ -207,9 +210,31 @@ def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
             "between the one with most."
         )
     console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.")
+    _write_report(str(file.read("megamoe.report", "")), traced, _hardware(file), console)
     room = device_memory(_hardware(file))
     for warning in filter(None, map(room.warning, shown)):
         console.print(warning)
+
+
+def _write_report(named: str, traced: Sequence[Traced], hardware: str, console: Console) -> None:
+    """Write the report that a run would write of these graphs, where a path is named."""
+    if not named:
+        return
+    graphs = []
+    for layer in traced:
+        for phase, measures in layer.measures.items():
+            launches: dict[str, list[str]] = {}
+            for launch in layer.launches[phase]:
+                launches.setdefault(launch.axis, []).append(launch.operator)
+            site = layer.compilation.site
+            graphs.append(
+                {"site": site, "phase": phase, "launches": launches, "measures": measures}
+            )
+    compilations = [layer.compilation for layer in traced]
+    report = report_of(compilations, graphs, hardware=hardware, num_graphs=len(traced))
+    Path(named).parent.mkdir(parents=True, exist_ok=True)
+    Path(named).write_text(json.dumps(report, indent=2) + "\n")
+    console.print(f"What the passes did, as JSON: {named}")
 
 
 def _collect_seldom() -> None:
