@@ -8,6 +8,7 @@ Contract
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -45,7 +46,12 @@ WITH_BIAS_IN_HF: Final = "deepseek_v3"
 DATASETS: Final = ("hf_datasets/text_datasets.py", "DATASETS")
 FLAVORS: Final = ("_args", "_configs")
 """Endings of the names of torchtitan's tables of flavors."""
-OUR_FLAGS: Final = ("--nproc", "--dry-run", "--world", "--verbose")
+SIMILAR: Final = 0.65
+"""Least share of letters in which names are alike, by `difflib`, to be meant by one another."""
+MOST_NAMED: Final = 3
+"""Keys that are offered in place of one that there is not."""
+DEGREE_NAMES: Final = (*DEGREES, "ep", "etp")
+OUR_FLAGS: Final = ("--compare", "--dry-run", "--nproc", "--verbose", "--world")
 
 
 def check_job(job: JobFile, *, is_run: bool) -> None:
@@ -184,7 +190,7 @@ def _table_faults(
         if isinstance(value, dict) and any(s.startswith(f"{key}.") for s in sections):
             yield from _table_faults(value, keys, f"{key}.")
         elif key not in keys:
-            yield f"torchtitan has no key {key!r}.{_nearest(key, keys)}"
+            yield f"torchtitan has no key {key!r}.{suggestion(key, keys)}"
         elif not titan_keys.admits(keys[key], value):
             yield f"{key} is {value!r}; write {titan_keys.said(keys[key])}"
 
@@ -215,8 +221,7 @@ def _flag_fault(word: str, given: str | None, keys: Mapping[str, Kinds]) -> str:
         )
         return takes if equals or given is not None else ""
     if key not in keys:
-        known = nearest(f"--{key}", OUR_FLAGS) if "." not in key else _nearest(key, keys)
-        return f"there is no flag {flag!r}.{known}"
+        return f"there is no flag {flag!r}.{suggestion(key, keys, '--')}"
     text = value if equals else given
     if text is None:
         return f"{flag} needs a value: {titan_keys.said(keys[key])}"
@@ -225,13 +230,31 @@ def _flag_fault(word: str, given: str | None, keys: Mapping[str, Kinds]) -> str:
     return ""
 
 
-def _nearest(key: str, keys: Mapping[str, Kinds]) -> str:
-    """Return ` Did you mean 'x'?`: among the keys of its section, where there is such a section."""
+def suggestion(key: str, keys: Mapping[str, Kinds], mark: str = "") -> str:
+    """Return ` Did you mean 'x'?` for a key that there is not, `mark` before each key.
+
+    In turn: the keys of that name in other tables, a degree by its short name, the keys of a table
+    of that name, keys and then tables that are spelt nearly so, and else what there is.
+    """
     section, _, name = key.rpartition(".")
-    own = [k for k in keys if k.rpartition(".")[0] == section]
-    if own:
-        return nearest(key, own)
-    return nearest(section or name, {k.rpartition(".")[0] for k in keys})
+    names = {k: k.rpartition(".")[2] for k in keys}
+    tables = dict.fromkeys(k.rpartition(".")[0] for k in keys)
+    same = [k for k in keys if names[k] == name] + [KEYS[n] for n in DEGREE_NAMES if n == name]
+    if not same and name in tables:
+        return (
+            f" {name} is a table: {', '.join(mark + k for k in keys if k.startswith(f'{name}.'))}."
+        )
+    own = {k: n for k, n in names.items() if k.startswith(f"{section}.")} or names
+    ours = () if section or not mark else [flag.removeprefix(mark) for flag in OUR_FLAGS]
+    near = difflib.get_close_matches(name, [*own.values(), *ours], n=1, cutoff=SIMILAR)
+    found = same or [k for k in (*ours, *own) if own.get(k, k) in near]
+    if not found and section not in tables:
+        found = difflib.get_close_matches(section or name, tables, n=1, cutoff=SIMILAR)
+    if not found:
+        known = tables if own is names else own.values()
+        return f" {'Tables' if own is names else f'{section} has'}: {', '.join(known)}."
+    alike = difflib.get_close_matches(key, found, n=MOST_NAMED, cutoff=0.0)
+    return f" Did you mean {' or '.join(repr(mark + k) for k in alike)}?"
 
 
 def _check_flavor(job: JobFile) -> None:
@@ -274,8 +297,9 @@ def _check_dataset(job: JobFile, section: str, default: str) -> None:
     assets = Path(str(job.read("model.hf_assets_path", "./tests/assets/tokenizer")))
     if not any((assets / name).is_file() for name in TOKENIZERS):
         raise InvalidConfig(
-            f"model.hf_assets_path = {str(assets)!r} holds no tokenizer ({', '.join(TOKENIZERS)})"
-            f"{instead}"
+            f"model.hf_assets_path = {str(assets)!r} holds no tokenizer ({', '.join(TOKENIZERS)}); "
+            "fetch the model's by `hf download OWNER/MODEL tokenizer.json tokenizer_config.json "
+            f"--local-dir {assets}`{instead.replace('; write', ', or write')}"
         )
 
 

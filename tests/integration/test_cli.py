@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_compile.cli import main
+from moe_compile.cli import main, new_parser
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.process_report import report_of
-from torchtitan_integration.job_checks import check_job, check_ranks, notes_on
+from torchtitan_integration.job_checks import OUR_FLAGS, check_job, check_ranks, notes_on
 from torchtitan_integration.job_config import asks_for_megamoe, with_model_compiled
 from torchtitan_integration.job_file import find_job, load_job, num_ranks, rank_with_loss, recipes
 from torchtitan_integration.launch import (
@@ -322,8 +322,15 @@ def checked(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--training.step", "5"], "Did you mean 'training.steps'?"),
-        (["--trainig.steps", "5"], "Did you mean 'training'?"),
+        (["--training.step", "5"], "Did you mean '--training.steps'?"),
+        (["--trainig.steps", "5"], "Did you mean '--training.steps' or '--validation.steps'?"),
+        (["--steps", "5"], "Did you mean '--training.steps' or '--validation.steps'?"),
+        (["--training.compile"], "compile is a table: --compile.enable, "),
+        (["--ep", "2"], "Did you mean '--parallelism.expert_parallel_degree'?"),
+        (["--training.lr", "1"], "Did you mean '--optimizer.lr'?"),
+        (["--training.zzz", "1"], "training has: dataset, dataset_path, "),
+        (["--zzz", "1"], "Tables: job, profiling, "),
+        (["--parallelism.expert_parallel_degree", "3"], "does not divide shards x CP x TP / ETP"),
         (["--nprocs", "2"], "Did you mean '--nproc'?"),
         (["--training.steps", "many"], "write a whole number"),
         (["--training.steps=1e3"], "write a whole number"),
@@ -336,6 +343,7 @@ def checked(tmp_path, capsys, monkeypatch):
         (["steps=5"], "belongs to no flag"),
         (["--training.dataset", "c5"], "known are python_stdlib, c4"),
         (["--training.dataset", "c4"], "holds no tokenizer"),
+        (["--training.dataset", "c4"], "--local-dir tests/assets/tokenizer`, or write training.da"),
         (["--training.dataset", "c4_test"], 'write training.dataset = "python_stdlib"'),
         (["--validation.enable", "--validation.steps=1", "--validation.dataset", "c4_test"],
          'write validation.dataset = "python_stdlib"'),
@@ -561,6 +569,11 @@ def test_a_recipe_is_found_by_its_name_and_an_unknown_one_lists_them(capsys, tmp
     assert main(["train", "deepseek_v3_debug"]) == 2
     said = capsys.readouterr().err
     assert "Did you mean 'deepseek_v3_debug_cpu'?" in said and "mixtral_8x7b_16gpu" in said
+
+
+def test_flags_of_ours_are_offered_by_their_names():
+    (commands,) = (action for action in new_parser()._actions if action.choices)
+    assert {*OUR_FLAGS} == {*commands.choices["train"]._option_string_actions} - {"-h", "--help"}
 
 
 def test_the_command_alone_prints_help_and_its_version(capsys):

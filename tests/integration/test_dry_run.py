@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import json
 import multiprocessing
 import os
 import re
@@ -76,8 +77,13 @@ def cells(output, label):
 
 
 @pytest.mark.slow
-def test_exchanges_of_a_balanced_routing_are_counted_by_hand(dry_run):
-    output = dry_run()
+def test_exchanges_of_a_balanced_routing_are_counted_by_hand(dry_run, tmp_path):
+    path = tmp_path / "new" / "report.json"
+    output = dry_run(megamoe__report=path)
+    report = json.loads(path.read_text())
+    assert [region["num_chunks"] for region in report["regions"]] == [2]
+    assert [len(graph["launches"]["ep"]) for graph in report["graphs"]] == [5, 4]
+    assert f"as JSON: {path}" in output.replace("\n", "")
     assert "chunked, 2 chunks of 4 local experts" in output
     rows = TOKENS * TOP_K * DIM * FLOAT32
     forward = (2 * rows + EXPERTS * INT64) / 1e6  # dispatch, combine, and the counts

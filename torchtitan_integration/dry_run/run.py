@@ -226,10 +226,9 @@ def _write_report(named: str, traced: Sequence[Traced], hardware: str, console: 
             launches: dict[str, list[str]] = {}
             for launch in layer.launches[phase]:
                 launches.setdefault(launch.axis, []).append(launch.operator)
-            site = layer.compilation.site
-            graphs.append(
-                {"site": site, "phase": phase, "launches": launches, "measures": measures}
-            )
+            if launches:  # as of a run, which records graphs with collectives
+                of_graph = {"site": layer.compilation.site, "phase": phase}
+                graphs.append({**of_graph, "launches": launches, "measures": measures})
     compilations = [layer.compilation for layer in traced]
     report = report_of(compilations, graphs, hardware=hardware, num_graphs=len(traced))
     Path(named).parent.mkdir(parents=True, exist_ok=True)
