@@ -2,12 +2,16 @@
 
 Contract
     An error that the user can correct is printed in one line, and the exit status is 2.
+    Where the reader of the output has gone, as `| head` has, it is that of SIGPIPE, silently.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
+from typing import Final
 
 from moe_compile.commands.calibrate import add_calibrate
 from moe_compile.commands.doctor import add_doctor
@@ -17,9 +21,21 @@ from moe_compile.commands.train import add_train, train
 from moe_compile.errors import InvalidConfig
 from moe_compile.source_hash import installed_version
 
+NO_READER: Final = 128 + signal.SIGPIPE
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
+    try:
+        status = _main(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes as it ends
+        return NO_READER
+
+
+def _main(arguments: list[str] | None) -> int:
     parser = new_parser()
     known, overrides = parser.parse_known_args(arguments)
     try:
