@@ -70,8 +70,8 @@ class MegaMoEConfig:
     rows, by the counts of every step; no bit changes, and one small all-gather of counts is added.
     "auto": by price under `routing_skew` (docs/planner.md#uneven-routing-and-chunks-by-load)."""
     routing_skew: float = 0.0
-    """How unevenly prices of chunks take experts to be chosen (docs/planner.md#a-stated-skew): the
-    exponent s of a Zipf law, the i-th by popularity in proportion to i ** -s. 0: evenly."""
+    """The routing imbalance that prices of chunks assume (docs/planner.md#a-stated-skew): the
+    exponent s of a Zipf law, the i-th by popularity in proportion to i ** -s. 0: even routing."""
     batch_parts: int | str = 1
     """Number of parts of the batch that a graph runs in (docs/batch.md): attention and experts of
     one part run while rows of another travel. A parameter's gradient is the sum over parts, as
@@ -100,10 +100,10 @@ class MegaMoEConfig:
     """What "auto" may choose from. "exact": the same operators on the same rows in the same order.
     Where a kernel's result for a row depends on where the row lies, last bits may differ: on CPUs
     that is so for rows that do not fill vectors (docs/numerics.md). "bounded": also sums in another
-    order, by a bound that the report states. "lossy": everything. An option that names what it
-    wants is obeyed whatever `numerics` says, but for chunks of experts that share a parameter or
-    sort rows by a sort that is not stable: they need "bounded" (docs/limits.md). With "bounded"
-    sums per token are one kernel (docs/wire.md#sums-per-token)."""
+    order, by a bound that the report states. "lossy": everything. An option with a value other
+    than "auto" is obeyed whatever `numerics` says. One exception: chunks of experts that share a
+    parameter, or that sort rows by a sort that is not stable, need "bounded" (docs/limits.md).
+    With "bounded" sums per token are one kernel (docs/wire.md#sums-per-token)."""
     dispatch: Literal["all_to_all", "all_gather", "auto"] = "all_to_all"
     """The collectives that move tokens to experts and back (docs/dispatch.md). "all_gather" sends
     tokens in place of rows, and a reduce-scatter brings their sums back: sums of more than two
@@ -119,15 +119,17 @@ class MegaMoEConfig:
     with `chunk_by` = "tokens", hop 1 alone; no bit changes. "auto": either, by price, as `numerics`
     allows, together with wires that are "auto"."""
     hop_slices: int | str = "auto"
-    """Of two hops, the number of slices of tokens that hop 1 goes in, while `chunks` cuts hop 2,
-    the experts and the way home (docs/nodes.md); no bit changes. "auto" is by price, as of
-    `chunks`, else one. Not with `chunk_by` = "tokens", where `chunks` is that number."""
+    """Two hops only: hop 1 is sent in this many slices of tokens, while `chunks` cuts hop 2, the
+    experts and the way home (docs/nodes.md); no bit changes. "auto" is by price, as of `chunks`,
+    else one. Not with `chunk_by` = "tokens", where `chunks` is that number."""
     node_ranks: int = 0
     """In torchtitan jobs: how many ranks share a node, for `nodes`. 0: those of a machine."""
     equal_tokens: bool = False
-    """You assert that in every step all ranks have the same number of tokens, which megamoe cannot
-    check. Without it no tokens are all-gathered and nothing is chosen by price, and only exchanges
-    of one region, one after another, may change places."""
+    """You assert that in every step all ranks have the same number of tokens. If ranks differ when
+    code with static shapes first runs, all run it as written; if one differs later, the job ends
+    with the reason; with symbolic shapes collectives fail or hang. Without it no tokens are
+    all-gathered, nothing is chosen by price, and only exchanges of one region, one after another,
+    may change places."""
     schedule: bool = True
     """Reorder launches, waits and compute so that collectives run under compute."""
     recompute: Literal["model", "save_exchanges", "recompute_exchanges"] = "save_exchanges"

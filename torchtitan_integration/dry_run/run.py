@@ -127,7 +127,7 @@ def _exposed_share(layer: Traced) -> str:
     whole = sum(layer.unhidden_us.values()) / 1e3
     return (
         f"{forward} forward, {all_} forward and backward, of {whole:.2f} ms in one chunk, in the "
-        f"model's own order and dtype; no order of these graphs has less than {least}"
+        f"model's own order and dtype; lower bound of any order of these graphs: {least}"
     )
 
 
@@ -138,7 +138,7 @@ def _choices(layer: Traced) -> Table:
     )
     for heading in ("numerics", "runs as"):
         table.add_column(heading)
-    for heading in ("step ms", "exposed ms", "share", "no less than", "against as asked"):
+    for heading in ("block ms", "exposed ms", "share", "bound", "change from yours"):
         table.add_column(heading, justify="right")
     asked, unhidden_us = layer.choices[0], sum(layer.unhidden_us.values())
     for one in layer.choices:
