@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
@@ -339,6 +340,18 @@ GLOBAL: Final = "training.global_batch_size"
 SIZES: Final[Mapping[str, int]] = {LOCAL: 8, MICRO: 1, GLOBAL: -1}
 """torchtitan's default batch sizes."""
 BACKENDS: Final = ("inductor", "eager", "aot_eager", "megamoe")
+DUMP: Final = "job.dump_folder"
+FOLDERS: Final[Mapping[str, tuple[str, str]]] = {
+    "checkpoint.enable": ("checkpoint.folder", "checkpoint"),
+    "metrics.enable_tensorboard": ("metrics.save_tb_folder", "tb"),
+    "profiling.enable_profiling": ("profiling.save_traces_folder", "profile_traces"),
+    "profiling.enable_memory_snapshot": (
+        "profiling.save_memory_snapshot_folder",
+        "memory_snapshot",
+    ),
+}
+"""Switch -> key and default of the folder that is then written, in the job's folder."""
+CODE_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 NEEDS_DEVICE: Final = ("profiling.enable_profiling", "profiling.enable_memory_snapshot")
 
 
@@ -353,10 +366,8 @@ def value_faults(job: JobFile) -> Iterator[str]:
 
 
 def run_faults(job: JobFile, *, on_cpu: bool) -> Iterator[str]:
-    """Yield faults that keep a job from running here: its folder, and a missing device."""
-    folder = Path(str(job.read("job.dump_folder", "outputs")))
-    if why := why_no_file_in(folder):
-        yield f"job.dump_folder = {str(folder)!r} cannot be written: {why}"
+    """Yield faults that keep a job from running here: its folders, and a missing device."""
+    yield from folder_faults(job)
     for key in NEEDS_DEVICE:
         if on_cpu and job.is_true(key):
             yield f"{key} is true, and torchtitan profiles GPUs alone; write {key} = false on a CPU"
@@ -365,6 +376,22 @@ def run_faults(job: JobFile, *, on_cpu: bool) -> Iterator[str]:
             'checkpoint.async_mode is "async_with_pinned_mem", and memory is pinned for a GPU; '
             'write checkpoint.async_mode = "async" on a CPU'
         )
+
+
+def folder_faults(job: JobFile) -> Iterator[str]:
+    """Yield why folders that a job writes cannot be written, each cause once."""
+    dump = Path(str(job.read(DUMP, "outputs")))
+    folders = {DUMP: dump}
+    for switch, (key, default) in FOLDERS.items():
+        if job.is_true(switch):
+            folders[key] = dump / str(job.read(key, default))  # one that is absolute stays
+    if cache := os.environ.get(CODE_CACHE):
+        folders[CODE_CACHE] = Path(cache)
+    known: set[str] = set()
+    for key, folder in folders.items():
+        if (why := why_no_file_in(folder)) and why not in known:
+            known.add(why)
+            yield f"{key} = {str(folder)!r} cannot be written: {why}"
 
 
 def _numbers(job: JobFile) -> Iterator[str]:

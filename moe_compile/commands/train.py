@@ -22,7 +22,12 @@ from typing import Any
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
 from moe_compile.report.explanation_text import why_nothing_was_rewritten
-from torchtitan_integration.job_checks import checked_ranks, not_compiled, notes_on
+from torchtitan_integration.job_checks import (
+    checked_ranks,
+    folder_faults,
+    not_compiled,
+    notes_on,
+)
 from torchtitan_integration.job_config import REPORT_FILE
 from torchtitan_integration.job_file import (
     JobFile,
@@ -37,7 +42,6 @@ from torchtitan_integration.job_folder import (
     keep_report,
     link_newest,
     linked,
-    why_no_file_in,
     why_not_written,
 )
 from torchtitan_integration.launch import (
@@ -164,7 +168,8 @@ def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> 
     if output.num_folded and not verbose:
         _say(f"{output.num_folded} lines of the log are folded (--verbose shows them): {latest}")
     if status:
-        for line in (*last_errors(logs), *_cut_off(folder)):
+        cut_off = (f"{fault}; files there may end in the middle" for fault in folder_faults(job))
+        for line in (*last_errors(logs), *cut_off):
             _say(line)
         _say(_failure(status, latest))
     elif uses_megamoe(job):
@@ -183,15 +188,6 @@ def _show_report(
     print(f"megamoe: {what} as JSON: {report}", flush=True)  # noqa: T201  (the user's terminal)
     if why := keep_report(report, logs):
         _say(f"the next run in this folder overwrites the report, which could not be copied: {why}")
-
-
-def _cut_off(folder: Path) -> list[str]:
-    """Return a line that says why a job's folder takes no file any more, none where it does."""
-    why = why_no_file_in(folder)
-    what = "checkpoints, and what ranks printed, may end in the middle"
-    return [f"job.dump_folder = {str(folder)!r} cannot be written any more: {why}; {what}"] * bool(
-        why
-    )
 
 
 def _unwritten(report: Path) -> str:

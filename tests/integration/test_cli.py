@@ -376,6 +376,8 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--megamoe.report", "/proc/none/report.json"], "/proc takes no file"),
         (["--dry-run", "--megamoe.report", "/proc/report.json"], "/proc takes no file"),
         (["--job.dump_folder", "/proc/outputs"], "/proc takes no file"),
+        (["--checkpoint.enable", "--checkpoint.folder=/proc/c"], "checkpoint.folder = '/proc/c'"),
+        (["--metrics.enable_tensorboard", "--metrics.save_tb_folder=/proc/c"], "save_tb_folder = "),
         (["--profiling.enable_profiling"], "write profiling.enable_profiling = false on a CPU"),
         (["--checkpoint.async_mode=async_with_pinned_mem"], 'write checkpoint.async_mode = "as'),
         (["--megamoe.batch_parts", "9", "--validation.enable"],
@@ -494,10 +496,16 @@ def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch
     assert "the job was ended by SIGINT" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_folder_for_compiled_code_that_cannot_be_written_is_named(checked, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/code")
+    assert "TORCHINDUCTOR_CACHE_DIR = '/proc/code' cannot be written" in checked(RIGHT)
+
+
 def test_a_run_that_filled_its_disk_says_so_and_shows_no_tables(tmp_path, capsys, monkeypatch):
     """The tables followed as if all were well, and "No space" was cut off in the ranks' output."""
     pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(command, show, settings):
@@ -512,7 +520,7 @@ def test_a_run_that_filled_its_disk_says_so_and_shows_no_tables(tmp_path, capsys
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr()
     disk, _ = said.err.splitlines()[-2:]
-    assert "job.dump_folder = 'outputs' cannot be written any more" in disk
+    assert "job.dump_folder = 'outputs' cannot be written: " in disk
     assert "takes no file (File too large)" in disk
     assert said.out.splitlines() == [
         "megamoe: what was compiled before the job failed as JSON: outputs/report.json"
