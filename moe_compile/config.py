@@ -151,10 +151,9 @@ class MegaMoEConfig:
     activations, NCCL's buffers); 0 where it is not known. The torchtitan recipe fills in what it
     knows of it: all of these but the saved activations."""
     hardware: str = "detect"
-    """The profile that time estimates use: "detect" asks NVML, and says so where it knows the GPU
-    by another's profile alone (docs/cluster.md#profiles); else the name of a profile (h100, h200,
-    h800, h20, b200, gb200, a100, cpu, or one that another package adds) or the path of a TOML
-    file."""
+    """The profile that time estimates use. "detect" asks NVML, and warns where the profile of
+    another GPU stands in (docs/cluster.md#profiles). Others are the name of a profile (h100, h200,
+    h800, h20, b200, gb200, a100, cpu, or one that a package adds) or the path of a TOML file."""
     codegen: Literal["inductor", "fx"] = "inductor"
     """What runs the graph: code by Inductor, or "fx": node by node in our order, for tests."""
     strict: bool = False
