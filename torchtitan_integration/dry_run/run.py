@@ -138,7 +138,7 @@ def _choices(layer: Traced) -> Table:
     )
     for heading in ("numerics", "runs as"):
         table.add_column(heading)
-    for heading in ("block ms", "exposed ms", "share", "bound", "change from yours"):
+    for heading in ("block ms", "exposed ms", "share", "bound", "change"):
         table.add_column(heading, justify="right")
     asked, unhidden_us = layer.choices[0], sum(layer.unhidden_us.values())
     for one in layer.choices:
