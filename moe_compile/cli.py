@@ -45,7 +45,7 @@ def _main(arguments: list[str] | None) -> int:
         if known.command == "train":
             return train(known, overrides)
         if overrides:
-            parser.error(f"megamoe {known.command} has no {overrides[0]!r}")
+            known.own.error(f"it has no {overrides[0]!r}")
         return int(known.run(known))
     except InvalidConfig as error:
         print(f"megamoe: {error}", file=sys.stderr)  # noqa: T201  (the user's terminal)
@@ -64,6 +64,8 @@ def new_parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_calibrate(commands)
     add_options(commands)
+    for command in commands.choices.values():
+        command.set_defaults(own=command)  # its error shows its usage
     return parser
 
 
