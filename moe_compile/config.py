@@ -85,10 +85,10 @@ class MegaMoEConfig:
     is a shorter graph."""
     attention_chunks: int | str = 1
     """Number of groups of heads that attention between exchanges runs in (docs/attention.md); it
-    must divide the local KV heads. "auto" chooses as for `chunks`, else takes 2 where that divides
-    them, and 1 where groups may round differently (docs/attention.md#groups-of-heads), unless
-    `numerics` is "lossy". The default is 1: no measurement on several GPUs says yet that more
-    are faster."""
+    must divide the local KV heads. "auto": by price where `equal_tokens` is promised, else 2 where 2
+    divides the local KV heads, else 1. Where groups may round differently
+    (docs/attention.md#groups-of-heads) it is 1, unless `numerics` is "lossy". The default is 1: no
+    measurement on several GPUs says yet that more are faster."""
     dispatch_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
     """Communication dtype of the dispatch (docs/wire.md). "same": that of the model. "fp8": e4m3
     with scales, for rows and their gradients. "fp8_forward": rows only, gradients as the model has
@@ -112,12 +112,13 @@ class MegaMoEConfig:
     token has more than 0.75 n rows on n ranks and no bit changes."""
     nodes: Literal["off", "exact", "rounded", "auto"] = "off"
     """Whether a token crosses to a node once, not once for each of its experts there
-    (docs/nodes.md). "exact": what only copies tokens, the dispatch and the gradients of the
-    combine, goes in two hops; no bit changes. "rounded": what is summed per token too, on each node
-    first, then at home, by a bound that the report states. Both need `register_node_groups`, which
-    the torchtitan recipe calls. `chunks` cuts hop 2 and the experts, or, if a number and
-    with `chunk_by` = "tokens", hop 1 alone; no bit changes. "auto": either, by price, as `numerics`
-    allows, together with wires that are "auto"."""
+    (docs/nodes.md). "exact": exchanges that only copy tokens, the dispatch and the gradients of the
+    combine, go in two hops; no bit changes. "rounded": exchanges whose rows are summed per token
+    too, which adds rows up on each node first, then at home, by a bound that the report states.
+    Both need `register_node_groups`, which the torchtitan recipe calls. `chunks` cuts hop 2 and the
+    experts; with `chunk_by` = "tokens" a number cuts hop 1 alone. No bit changes by either. "auto":
+    "off", "exact" or "rounded" by price, as `numerics` allows, together with wires that are
+    "auto"."""
     hop_slices: int | str = "auto"
     """Two hops only: hop 1 is sent in this many slices of tokens, while `chunks` cuts hop 2, the
     experts and the way home (docs/nodes.md); no bit changes. "auto" is by price, as of `chunks`,
