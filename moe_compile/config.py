@@ -85,8 +85,8 @@ class MegaMoEConfig:
     is a shorter graph."""
     attention_chunks: int | str = 1
     """Number of groups of heads that attention between exchanges runs in (docs/attention.md); it
-    must divide the local KV heads. "auto": by price where `equal_tokens` is promised, else 2 where 2
-    divides the local KV heads, else 1. Where groups may round differently
+    must divide the local KV heads. "auto": by price where `equal_tokens` is promised, else 2 where
+    2 divides the local KV heads, else 1. Where groups may round differently
     (docs/attention.md#groups-of-heads) it is 1, unless `numerics` is "lossy". The default is 1: no
     measurement on several GPUs says yet that more are faster."""
     dispatch_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
