@@ -2,12 +2,16 @@
 
 Contract
     An error that the user can correct is printed in one line, and the exit status is 2.
+    Where the reader of the output has gone, as `| head` has, it is that of SIGPIPE, silently.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
+from typing import Final
 
 from moe_compile.commands.calibrate import add_calibrate
 from moe_compile.commands.doctor import add_doctor
@@ -17,10 +21,22 @@ from moe_compile.commands.train import add_train, train
 from moe_compile.errors import InvalidConfig
 from moe_compile.source_hash import installed_version
 
+NO_READER: Final = 128 + signal.SIGPIPE
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = _parser()
+    try:
+        status = _main(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes as it ends
+        return NO_READER
+
+
+def _main(arguments: list[str] | None) -> int:
+    parser = new_parser()
     known, overrides = parser.parse_known_args(arguments)
     try:
         if known.command is None:
@@ -29,14 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
         if known.command == "train":
             return train(known, overrides)
         if overrides:
-            parser.error(f"megamoe {known.command} has no {overrides[0]!r}")
+            known.own.error(f"it has no {overrides[0]!r}")
         return int(known.run(known))
     except InvalidConfig as error:
         print(f"megamoe: {error}", file=sys.stderr)  # noqa: T201  (the user's terminal)
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def new_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; flags of torchtitan are left over."""
     parser = argparse.ArgumentParser(
         prog="megamoe", description="Train mixture-of-experts models with hidden communication."
     )
@@ -47,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_calibrate(commands)
     add_options(commands)
+    for command in commands.choices.values():
+        command.set_defaults(own=command)  # its error shows its usage
     return parser
 
 

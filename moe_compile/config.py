@@ -70,8 +70,8 @@ class MegaMoEConfig:
     rows, by the counts of every step; no bit changes, and one small all-gather of counts is added.
     "auto": by price under `routing_skew` (docs/planner.md#uneven-routing-and-chunks-by-load)."""
     routing_skew: float = 0.0
-    """How unevenly prices of chunks take experts to be chosen (docs/planner.md#a-stated-skew): the
-    exponent s of a Zipf law, the i-th by popularity in proportion to i ** -s. 0: evenly."""
+    """The routing imbalance that prices of chunks assume (docs/planner.md#a-stated-skew): the
+    exponent s of a Zipf law, the i-th by popularity in proportion to i ** -s. 0: even routing."""
     batch_parts: int | str = 1
     """Number of parts of the batch that a graph runs in (docs/batch.md): attention and experts of
     one part run while rows of another travel. A parameter's gradient is the sum over parts, as
@@ -85,10 +85,10 @@ class MegaMoEConfig:
     is a shorter graph."""
     attention_chunks: int | str = 1
     """Number of groups of heads that attention between exchanges runs in (docs/attention.md); it
-    must divide the local KV heads. "auto" chooses as for `chunks`, else takes 2 where that divides
-    them, and 1 where groups may round differently (docs/attention.md#groups-of-heads), unless
-    `numerics` is "lossy". The default is 1: no measurement on several GPUs says yet that more
-    are faster."""
+    must divide the local KV heads. "auto": by price where `equal_tokens` is promised, else 2 where
+    2 divides the local KV heads, else 1. Where groups may round differently
+    (docs/attention.md#groups-of-heads) it is 1, unless `numerics` is "lossy". The default is 1: no
+    measurement on several GPUs says yet that more are faster."""
     dispatch_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
     """Communication dtype of the dispatch (docs/wire.md). "same": that of the model. "fp8": e4m3
     with scales, for rows and their gradients. "fp8_forward": rows only, gradients as the model has
@@ -100,10 +100,10 @@ class MegaMoEConfig:
     """What "auto" may choose from. "exact": the same operators on the same rows in the same order.
     Where a kernel's result for a row depends on where the row lies, last bits may differ: on CPUs
     that is so for rows that do not fill vectors (docs/numerics.md). "bounded": also sums in another
-    order, by a bound that the report states. "lossy": everything. An option that names what it
-    wants is obeyed whatever `numerics` says, but for chunks of experts that share a parameter or
-    sort rows by a sort that is not stable: they need "bounded" (docs/limits.md). With "bounded"
-    sums per token are one kernel (docs/wire.md#sums-per-token)."""
+    order, by a bound that the report states. "lossy": everything. An option with a value other
+    than "auto" is obeyed whatever `numerics` says. One exception: chunks of experts that share a
+    parameter, or that sort rows by a sort that is not stable, need "bounded" (docs/limits.md).
+    With "bounded" sums per token are one kernel (docs/wire.md#sums-per-token)."""
     dispatch: Literal["all_to_all", "all_gather", "auto"] = "all_to_all"
     """The collectives that move tokens to experts and back (docs/dispatch.md). "all_gather" sends
     tokens in place of rows, and a reduce-scatter brings their sums back: sums of more than two
@@ -112,22 +112,25 @@ class MegaMoEConfig:
     token has more than 0.75 n rows on n ranks and no bit changes."""
     nodes: Literal["off", "exact", "rounded", "auto"] = "off"
     """Whether a token crosses to a node once, not once for each of its experts there
-    (docs/nodes.md). "exact": what only copies tokens, the dispatch and the gradients of the
-    combine, goes in two hops; no bit changes. "rounded": what is summed per token too, on each node
-    first, then at home, by a bound that the report states. Both need `register_node_groups`, which
-    the torchtitan recipe calls. `chunks` cuts hop 2 and the experts, or, if a number and
-    with `chunk_by` = "tokens", hop 1 alone; no bit changes. "auto": either, by price, as `numerics`
-    allows, together with wires that are "auto"."""
+    (docs/nodes.md). "exact": exchanges that only copy tokens, the dispatch and the gradients of the
+    combine, go in two hops; no bit changes. "rounded": exchanges whose rows are summed per token
+    too, which adds rows up on each node first, then at home, by a bound that the report states.
+    Both need `register_node_groups`, which the torchtitan recipe calls. `chunks` cuts hop 2 and the
+    experts; with `chunk_by` = "tokens" a number cuts hop 1 alone. No bit changes by either. "auto":
+    "off", "exact" or "rounded" by price, as `numerics` allows, together with wires that are
+    "auto"."""
     hop_slices: int | str = "auto"
-    """Of two hops, the number of slices of tokens that hop 1 goes in, while `chunks` cuts hop 2,
-    the experts and the way home (docs/nodes.md); no bit changes. "auto" is by price, as of
-    `chunks`, else one. Not with `chunk_by` = "tokens", where `chunks` is that number."""
+    """Two hops only: hop 1 is sent in this many slices of tokens, while `chunks` cuts hop 2, the
+    experts and the way home (docs/nodes.md); no bit changes. "auto" is by price, as of `chunks`,
+    else one. Not with `chunk_by` = "tokens", where `chunks` is that number."""
     node_ranks: int = 0
     """In torchtitan jobs: how many ranks share a node, for `nodes`. 0: those of a machine."""
     equal_tokens: bool = False
-    """You assert that in every step all ranks have the same number of tokens, which megamoe cannot
-    check. Without it no tokens are all-gathered and nothing is chosen by price, and only exchanges
-    of one region, one after another, may change places."""
+    """You assert that in every step all ranks have the same number of tokens. If ranks differ when
+    code with static shapes first runs, all run it as written; if one differs later, the job ends
+    with the reason; with symbolic shapes collectives fail or hang. Without it no tokens are
+    all-gathered, nothing is chosen by price, and only exchanges of one region, one after another,
+    may change places."""
     schedule: bool = True
     """Reorder launches, waits and compute so that collectives run under compute."""
     recompute: Literal["model", "save_exchanges", "recompute_exchanges"] = "save_exchanges"
@@ -149,10 +152,9 @@ class MegaMoEConfig:
     activations, NCCL's buffers); 0 where it is not known. The torchtitan recipe fills in what it
     knows of it: all of these but the saved activations."""
     hardware: str = "detect"
-    """The profile that time estimates use: "detect" asks NVML, and says so where it knows the GPU
-    by another's profile alone (docs/cluster.md#profiles); else the name of a profile (h100, h200,
-    h800, h20, b200, gb200, a100, cpu, or one that another package adds) or the path of a TOML
-    file."""
+    """The profile that time estimates use. "detect" asks NVML, and warns where the profile of
+    another GPU stands in (docs/cluster.md#profiles). Others are the name of a profile (h100, h200,
+    h800, h20, b200, gb200, a100, cpu, or one that a package adds) or the path of a TOML file."""
     codegen: Literal["inductor", "fx"] = "inductor"
     """What runs the graph: code by Inductor, or "fx": node by node in our order, for tests."""
     strict: bool = False

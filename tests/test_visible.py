@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+import megamoe
 import moe_compile
 from moe_compile.errors import InvalidConfig
 
-PAGE = (Path(__file__).parents[1] / "docs" / "visible.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "visible.md").read_text()
 (LAYER,) = (b for b in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class MoE" in b)
 CHANGES = re.findall(r"```diff\n- (.*?)\n\+ (.*?)\n```\n\n> (.*?)\n", PAGE)
 RUN_THE_PAGE = """
@@ -129,9 +131,15 @@ def test_an_unknown_option_is_refused():
         moe_compile.explain(lambda x: x, torch.ones(3), **{"megamoe.chunks": 0})
 
 
-def test_importing_the_package_imports_no_torch():
-    code = "import moe_compile, sys; moe_compile.explain; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+@pytest.mark.parametrize("name", ["moe_compile", "megamoe"])
+def test_importing_the_package_imports_no_torch(name):
+    code = f"import {name} as one, sys; one.explain; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=ROOT)
+
+
+def test_the_name_of_the_distribution_has_the_same_public_names():
+    assert sorted(megamoe.__all__) == sorted(moe_compile.__all__)
+    assert all(getattr(megamoe, name) is getattr(moe_compile, name) for name in megamoe.__all__)
 
 
 @pytest.mark.slow

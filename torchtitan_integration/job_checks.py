@@ -8,6 +8,7 @@ Contract
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -29,6 +30,7 @@ from torchtitan_integration.job_file import (
     refuse,
     uses_megamoe,
 )
+from torchtitan_integration.job_folder import why_no_file_in, why_not_written
 from torchtitan_integration.launch import uses_cpu
 from torchtitan_integration.layout import BACKEND, DEGREES, KEYS, MODEL, read_layout, toml
 from torchtitan_integration.resume import check_resume
@@ -45,7 +47,12 @@ WITH_BIAS_IN_HF: Final = "deepseek_v3"
 DATASETS: Final = ("hf_datasets/text_datasets.py", "DATASETS")
 FLAVORS: Final = ("_args", "_configs")
 """Endings of the names of torchtitan's tables of flavors."""
-OUR_FLAGS: Final = ("--nproc", "--dry-run", "--world", "--verbose")
+SIMILAR: Final = 0.65
+"""Least share of letters in which names are alike, by `difflib`, to be meant by one another."""
+MOST_NAMED: Final = 3
+"""Keys that are offered in place of one that there is not."""
+DEGREE_NAMES: Final = (*DEGREES, "ep", "etp")
+OUR_FLAGS: Final = ("--compare", "--dry-run", "--nproc", "--verbose", "--world")
 
 
 def check_job(job: JobFile, *, is_run: bool) -> None:
@@ -184,7 +191,7 @@ def _table_faults(
         if isinstance(value, dict) and any(s.startswith(f"{key}.") for s in sections):
             yield from _table_faults(value, keys, f"{key}.")
         elif key not in keys:
-            yield f"torchtitan has no key {key!r}.{_nearest(key, keys)}"
+            yield f"torchtitan has no key {key!r}.{suggestion(key, keys)}"
         elif not titan_keys.admits(keys[key], value):
             yield f"{key} is {value!r}; write {titan_keys.said(keys[key])}"
 
@@ -215,8 +222,7 @@ def _flag_fault(word: str, given: str | None, keys: Mapping[str, Kinds]) -> str:
         )
         return takes if equals or given is not None else ""
     if key not in keys:
-        known = nearest(f"--{key}", OUR_FLAGS) if "." not in key else _nearest(key, keys)
-        return f"there is no flag {flag!r}.{known}"
+        return f"there is no flag {flag!r}.{suggestion(key, keys, '--')}"
     text = value if equals else given
     if text is None:
         return f"{flag} needs a value: {titan_keys.said(keys[key])}"
@@ -225,13 +231,31 @@ def _flag_fault(word: str, given: str | None, keys: Mapping[str, Kinds]) -> str:
     return ""
 
 
-def _nearest(key: str, keys: Mapping[str, Kinds]) -> str:
-    """Return ` Did you mean 'x'?`: among the keys of its section, where there is such a section."""
+def suggestion(key: str, keys: Mapping[str, Kinds], mark: str = "") -> str:
+    """Return ` Did you mean 'x'?` for a key that there is not, `mark` before each key.
+
+    In turn: the keys of that name in other tables, a degree by its short name, the keys of a table
+    of that name, keys and then tables that are spelt nearly so, and else what there is.
+    """
     section, _, name = key.rpartition(".")
-    own = [k for k in keys if k.rpartition(".")[0] == section]
-    if own:
-        return nearest(key, own)
-    return nearest(section or name, {k.rpartition(".")[0] for k in keys})
+    names = {k: k.rpartition(".")[2] for k in keys}
+    tables = dict.fromkeys(k.rpartition(".")[0] for k in keys)
+    same = [k for k in keys if names[k] == name] + [KEYS[n] for n in DEGREE_NAMES if n == name]
+    if not same and name in tables:
+        return (
+            f" {name} is a table: {', '.join(mark + k for k in keys if k.startswith(f'{name}.'))}."
+        )
+    own = {k: n for k, n in names.items() if k.startswith(f"{section}.")} or names
+    ours = () if section or not mark else [flag.removeprefix(mark) for flag in OUR_FLAGS]
+    near = difflib.get_close_matches(name, [*own.values(), *ours], n=1, cutoff=SIMILAR)
+    found = same or [k for k in (*ours, *own) if own.get(k, k) in near]
+    if not found and section not in tables:
+        found = difflib.get_close_matches(section or name, tables, n=1, cutoff=SIMILAR)
+    if not found:
+        known = tables if own is names else own.values()
+        return f" {'Tables' if own is names else f'{section} has'}: {', '.join(known)}."
+    alike = difflib.get_close_matches(key, found, n=MOST_NAMED, cutoff=0.0)
+    return f" Did you mean {' or '.join(repr(mark + k) for k in alike)}?"
 
 
 def _check_flavor(job: JobFile) -> None:
@@ -274,8 +298,9 @@ def _check_dataset(job: JobFile, section: str, default: str) -> None:
     assets = Path(str(job.read("model.hf_assets_path", "./tests/assets/tokenizer")))
     if not any((assets / name).is_file() for name in TOKENIZERS):
         raise InvalidConfig(
-            f"model.hf_assets_path = {str(assets)!r} holds no tokenizer ({', '.join(TOKENIZERS)})"
-            f"{instead}"
+            f"model.hf_assets_path = {str(assets)!r} holds no tokenizer ({', '.join(TOKENIZERS)}); "
+            "fetch the model's by `hf download OWNER/MODEL tokenizer.json tokenizer_config.json "
+            f"--local-dir {assets}`{instead.replace('; write', ', or write')}"
         )
 
 
@@ -315,6 +340,18 @@ GLOBAL: Final = "training.global_batch_size"
 SIZES: Final[Mapping[str, int]] = {LOCAL: 8, MICRO: 1, GLOBAL: -1}
 """torchtitan's default batch sizes."""
 BACKENDS: Final = ("inductor", "eager", "aot_eager", "megamoe")
+DUMP: Final = "job.dump_folder"
+FOLDERS: Final[Mapping[str, tuple[str, str]]] = {
+    "checkpoint.enable": ("checkpoint.folder", "checkpoint"),
+    "metrics.enable_tensorboard": ("metrics.save_tb_folder", "tb"),
+    "profiling.enable_profiling": ("profiling.save_traces_folder", "profile_traces"),
+    "profiling.enable_memory_snapshot": (
+        "profiling.save_memory_snapshot_folder",
+        "memory_snapshot",
+    ),
+}
+"""Switch -> key and default of the folder that is then written, in the job's folder."""
+CODE_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 NEEDS_DEVICE: Final = ("profiling.enable_profiling", "profiling.enable_memory_snapshot")
 
 
@@ -323,11 +360,14 @@ def value_faults(job: JobFile) -> Iterator[str]:
     yield from _numbers(job)
     yield from _batches(job)
     yield from _names(job)
+    report = str(job.read("megamoe.report", ""))
+    if report and (why := why_not_written(Path(report))):
+        yield f"megamoe.report = {report!r} cannot be written: {why}"
 
 
 def run_faults(job: JobFile, *, on_cpu: bool) -> Iterator[str]:
-    """Yield faults that keep a job from running here: folders, and a missing device."""
-    yield from _folders(job)
+    """Yield faults that keep a job from running here: its folders, and a missing device."""
+    yield from folder_faults(job)
     for key in NEEDS_DEVICE:
         if on_cpu and job.is_true(key):
             yield f"{key} is true, and torchtitan profiles GPUs alone; write {key} = false on a CPU"
@@ -336,6 +376,22 @@ def run_faults(job: JobFile, *, on_cpu: bool) -> Iterator[str]:
             'checkpoint.async_mode is "async_with_pinned_mem", and memory is pinned for a GPU; '
             'write checkpoint.async_mode = "async" on a CPU'
         )
+
+
+def folder_faults(job: JobFile) -> Iterator[str]:
+    """Yield why folders that a job writes cannot be written, each cause once."""
+    dump = Path(str(job.read(DUMP, "outputs")))
+    folders = {DUMP: dump}
+    for switch, (key, default) in FOLDERS.items():
+        if job.is_true(switch):
+            folders[key] = dump / str(job.read(key, default))  # one that is absolute stays
+    if cache := os.environ.get(CODE_CACHE):
+        folders[CODE_CACHE] = Path(cache)
+    known: set[str] = set()
+    for key, folder in folders.items():
+        if (why := why_no_file_in(folder)) and why not in known:
+            known.add(why)
+            yield f"{key} = {str(folder)!r} cannot be written: {why}"
 
 
 def _numbers(job: JobFile) -> Iterator[str]:
@@ -429,23 +485,3 @@ def _module(name: str) -> Iterator[str]:
         yield f"experimental.custom_import = {name!r}: {error}"
     finally:
         sys.path.pop()
-
-
-def _folders(job: JobFile) -> Iterator[str]:
-    folder = Path(str(job.read("job.dump_folder", "outputs")))
-    if why := _why_not_written(folder):
-        yield f"job.dump_folder = {str(folder)!r} cannot be written: {why}"
-    if not (named := str(job.read("megamoe.report", ""))):
-        return
-    if Path(named).is_dir():
-        yield f"megamoe.report = {named!r} is a folder; write the name of a file"
-    elif why := _why_not_written(Path(named).parent):
-        yield f"megamoe.report = {named!r} cannot be written: {why}"
-
-
-def _why_not_written(folder: Path) -> str:
-    """Return why no file can be made in a folder that may not exist yet, "" where one can."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        return f"{there} is a file"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written to"

@@ -152,7 +152,8 @@ class Rule:
         """Return the message for the user."""
         key = KEYS[self.field]
         value, better = getattr(layout, self.field), self.instead(layout)
-        return f"{key} = {toml(value)} is not available: {self.why}; write {key} = {toml(better)}"
+        left_out = f"{self.what} ({self.why})"
+        return f"{key} = {toml(value)} is not available: {left_out}; write {key} = {toml(better)}"
 
 
 RULES: Final = (
@@ -183,7 +184,7 @@ RULES: Final = (
         what="an EP degree that does not divide shards x CP x TP / ETP",
         field="ep",
         instead=lambda x: max(d for d in range(1, x.ep) if _expert_ranks(x) % d == 0),
-        why="EP borrows its ranks from these axes",
+        why="experts lie on the ranks of these axes",
     ),
     Rule(
         holds=lambda x: x.dp_replicate > 1 and _has_one_shard(x) and x.tp * x.pp > 1,

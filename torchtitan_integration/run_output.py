@@ -35,7 +35,7 @@ TORCHS: Final = re.compile(r"^(?P<level>[A-Z])\d{4} [\d:.]+ \d+ \S+\] (?P<text>.
 """A line of torch's own loggers."""
 COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 STEP: Final = re.compile(r"step: +(\d+)\b")
-BLOCK: Final = re.compile(r"compiling block (\d+) of (\d+)")
+BLOCK: Final = re.compile(r"compiling (?:block \d+|blocks \d+ to \d+) of \d+")
 """Log line of torchtitan_integration.parallelize."""
 TOTAL: Final = re.compile(r"total steps (\d+)")
 PYTHON_WARNING: Final = re.compile(r"^\S+:\d+: \w*Warning: ")
@@ -62,6 +62,8 @@ class RunOutput:
     verbose: bool = False
     on_cpu: bool = False
     num_folded: int = 0
+    compiles: bool = False
+    """Whether a block was about to be compiled."""
     doing: str = ""
     """Current stage of the job, for a progress line; "" before training starts."""
     total: str = ""
@@ -121,7 +123,7 @@ class RunOutput:
             self.began, self.doing = when, "compiling"
             return [text]
         if block := BLOCK.search(text):
-            self.doing = f"compiling block {block[1]} of {block[2]}"
+            self.compiles, self.doing = True, block[0]
             return [f"{self.doing}, {self._since(when):.0f} s"]
         if step := STEP.match(text):
             self.steps.append((int(step[1]), when))
@@ -169,21 +171,21 @@ MOST_RANKS: Final = 4
 
 def drop_old(folder: Path) -> None:
     """Remove the output of old runs, except the newest few."""
-    for run in _runs(folder)[:-KEPT_RUNS]:
+    for run in runs_in(folder)[:-KEPT_RUNS]:
         shutil.rmtree(run, ignore_errors=True)
 
 
 def last_errors(folder: Path) -> list[str]:
     """Return `rank N: error` of the first ranks that ended by an error, the last of each."""
-    runs = _runs(folder)
+    runs = runs_in(folder)
     files = sorted(runs[-1].glob("attempt_*/*/stderr.log"), key=_rank) if runs else []
     found = [(_rank(file), error) for file in files if (error := _last_error(file))]
     return [f"rank {rank}: {error}" for rank, error in found[:MOST_RANKS]]
 
 
-def _runs(folder: Path) -> list[Path]:
-    """Return the folders of runs, the newest last; folders not made by torchrun do not count."""
-    found = (path.parent for path in folder.glob("*/attempt_0") if path.is_dir())
+def runs_in(folder: Path) -> list[Path]:
+    """Return the folders of runs, the newest last; links and folders of others are none."""
+    found = (path.parent for path in folder.glob("*/attempt_0") if not path.parent.is_symlink())
     return sorted(found, key=lambda run: run.stat().st_mtime_ns)
 
 

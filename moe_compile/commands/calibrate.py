@@ -20,11 +20,16 @@ from moe_compile.hardware.detect import NO_GPU, detected_profile
 from moe_compile.hardware.profile import load_profile, read_profile
 from moe_compile.hardware.sourced_file import dump_sourced, put_number
 from moe_compile.simulator.cluster_tables import new_console
+from torchtitan_integration.job_folder import why_not_written
 
 ROWS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Rows per expert at which curves are measured."""
 DIGITS: Final = 4
 """Significant digits that are written; medians repeat to two or three."""
+LINKS: Final = (
+    "One device shows no link; on several GPUs `python -m benchmarks.node --out FOLDER`, in a "
+    "checkout, measures links and writes FOLDER/measured.toml: start from it by --start."
+)
 DEVICES: Final = ("auto", "cuda", "cpu")
 
 
@@ -34,7 +39,8 @@ def add_calibrate(commands: Any) -> None:
         "calibrate",
         help="measure this device and write its profile",
         description="Run small kernels on one device for a minute at most and write a profile "
-        "with the rates measured; links and peaks stay as the profile started from has them.",
+        "with the rates measured; links and peaks stay as the profile started from has them. "
+        f"{LINKS}",
         allow_abbrev=False,
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="TOML file to write")
@@ -52,6 +58,10 @@ def calibrate(known: argparse.Namespace) -> int:
         raise InvalidConfig("--device cuda: torch sees no CUDA device; write cpu")
     if known.out.suffix != ".toml":
         raise InvalidConfig(f"{known.out}: write a name that ends in .toml")
+    if known.out.exists():
+        raise InvalidConfig(f"{known.out} is there already; write another name, or remove it")
+    if why := why_not_written(known.out):
+        raise InvalidConfig(f"{known.out} cannot be written: {why}")
     start = known.start or (detected_profile() if device == "cuda" else NO_GPU)
     table = tomllib.loads(read_profile(start).path.read_text())
     if device == "cpu" and "compute" in table:
@@ -67,7 +77,7 @@ def calibrate(known: argparse.Namespace) -> int:
     known.out.parent.mkdir(parents=True, exist_ok=True)
     known.out.write_text(dump_sourced(table))
     load_profile(str(known.out))
-    new_console().print(f"{known.out}: measured on {chip}, links from profile {start}.")
+    new_console().print(f"{known.out}: measured on {chip}, links from profile {start}. {LINKS}")
     return 0
 
 

@@ -31,9 +31,9 @@ Of the places where an option may be written the first that has it wins:
 
 An unknown name or value is an error (`InvalidConfig`), raised when the compiled model is first
 called: torch shows a backend its options no earlier. All other keys of `options=`, and `mode=`, go
-to Inductor. torch takes one of the two only ("Either mode or options can be specified"): beside
-options of megamoe write the settings of a mode as options too, as
-`torch._inductor.list_mode_options("max-autotune-no-cudagraphs")` returns them; which of these are
+to Inductor. torch takes one of the two only ("Either mode or options can be specified"). Beside
+options of megamoe write the settings of a mode as options too:
+`torch._inductor.list_mode_options("max-autotune-no-cudagraphs")` returns them. Which of these are
 off in graphs with regions is in [limits.md](limits.md#compilation).
 """
 OPEN: Final[dict[object, str]] = {

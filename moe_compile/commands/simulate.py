@@ -29,11 +29,13 @@ from moe_compile.simulator.parts_table import find_part_shares
 from moe_compile.simulator.scenario import (
     DEFAULT_FIT,
     default_fit,
+    is_own,
     make_setting,
     predict,
     schedules,
 )
 from moe_compile.simulator.step import Setting
+from torchtitan_integration.job_folder import why_not_written
 
 TABLES: Final = ("megascale", "waterfall", "bounds", "parts")
 OURS: Final[Sequence[str]] = ("2 chunks of experts", "2 chunks of tokens")
@@ -117,11 +119,12 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
         _console(known).print(f"{known.timeline}: one layer under {', '.join(written)}.")
         _console(known).print(f"{LEGEND}")
     fit = {k: v for k, v in asdict(setting.fit).items() if v != 1.0}
-    said = ", ".join(f"{k} {v}" for k, v in fit.items()) or "none"
+    said = ", ".join(f"{k} {v}" for k, v in fit.items())
     job, name = setting.job, known.fit or default_fit(known.model, setting.profile)
+    fitted = f"fit {name}: {said}" if said else "no fit"
     title = (
         f"{setting.model.name} on {setting.profile.name}: batch {job.global_batch}, sequence "
-        f"{job.seq_len}, pipeline {job.pipeline} x {job.virtual_stages}; fit {name}: {said}"
+        f"{job.seq_len}, pipeline {job.pipeline} x {job.virtual_stages}; {fitted}"
     )
     tables.print_predictions(rows, title, _console(known))
     return {
@@ -199,8 +202,13 @@ def _write_timeline(known: argparse.Namespace, setting: Setting) -> list[str]:
     own = own or [name for name in OURS if name in found][:1]
     first, *others = (name for name in DRAWN if name in found)
     names = known.schedule or [first, *own, *others]
-    layers = {_named(name): time_layer(found[name].costs) for name in names}
+    layers = {
+        f"{name} (megamoe)" if is_own(found[name]) else name: time_layer(found[name].costs)
+        for name in names
+    }
     path: Path = known.timeline
+    if why := why_not_written(path):
+        raise InvalidConfig(f"--timeline {path} cannot be written: {why}")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
         path.write_text(json.dumps(chrome_trace(layers)))
@@ -209,12 +217,6 @@ def _write_timeline(known: argparse.Namespace, setting: Setting) -> list[str]:
     else:
         raise InvalidConfig(f"--timeline {path}: write a name that ends in .png or .json")
     return list(layers)
-
-
-def _named(schedule: str) -> str:
-    """Return the name of a schedule as timelines have it, with megamoe's own marked."""
-    is_own = any(mark in schedule for mark in (" chunks of ", " parts of ", ": "))
-    return f"{schedule} (megamoe)" if is_own and "sequential" not in schedule else schedule
 
 
 def _picture() -> Any:

@@ -3,8 +3,9 @@
 Contract
     Faults of the job are reported before a process starts: file, key, nearest name.
     The exit status is torchrun's. A run that failed says so in its last line.
-    The report shown at the end is of this run, never of an earlier one. Where megamoe was asked for
-    and rewrote nothing, the last line says so, and why.
+    The report shown at the end is of this run, never of an earlier one, and stays with the run's
+    output. Of a run that failed no tables are shown: its errors are. Where megamoe was asked for
+    and rewrote nothing, or its report could not be written, the last line says so, and why.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from typing import Any
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
 from moe_compile.report.explanation_text import why_nothing_was_rewritten
-from torchtitan_integration.job_checks import checked_ranks, not_compiled, notes_on
+from torchtitan_integration.job_checks import (
+    checked_ranks,
+    folder_faults,
+    not_compiled,
+    notes_on,
+)
 from torchtitan_integration.job_config import REPORT_FILE
 from torchtitan_integration.job_file import (
     JobFile,
@@ -30,6 +36,13 @@ from torchtitan_integration.job_file import (
     read_job,
     recipes,
     uses_megamoe,
+)
+from torchtitan_integration.job_folder import (
+    LATEST,
+    keep_report,
+    link_newest,
+    linked,
+    why_not_written,
 )
 from torchtitan_integration.launch import (
     allow_open_files,
@@ -144,22 +157,43 @@ def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> 
     before = _written(report)
     command = train_command(job.path, ranks, overrides, logs, shown_rank=rank_with_loss(job, ranks))
     output = RunOutput(verbose=verbose, on_cpu=uses_cpu(ranks))
-    status = run(command, lambda lines: show(lines, output), settings)
+    status = run(command, lambda lines: show(linked(lines, logs), output), settings)
+    link_newest(logs)
     written = _read_new(report, before)
     if written:
-        print_report(written, verbose=verbose)
-        print(f"megamoe: this report as JSON: {report}", flush=True)  # noqa: T201
+        _show_report(written, report, logs, has_failed=0 < status < SIGNALLED, verbose=verbose)
     if measured := output.measured():
         print(measured)  # noqa: T201  (the user's terminal)
+    latest = logs / LATEST
     if output.num_folded and not verbose:
-        _say(f"{output.num_folded} lines of the log are folded (--verbose shows them): {logs}")
+        _say(f"{output.num_folded} lines of the log are folded (--verbose shows them): {latest}")
     if status:
-        for line in last_errors(logs):
+        cut_off = (f"{fault}; files there may end in the middle" for fault in folder_faults(job))
+        for line in (*last_errors(logs), *cut_off):
             _say(line)
-        _say(_failure(status, logs))
-    elif uses_megamoe(job) and (why := _why_nothing(job, written)):
-        _say(why)
+        _say(_failure(status, latest))
+    elif uses_megamoe(job):
+        missing = "" if written or not output.compiles else _unwritten(report)
+        if why := missing or _why_nothing(job, written):
+            _say(why)
     return status
+
+
+def _show_report(
+    written: dict[str, Any], report: Path, logs: Path, *, has_failed: bool, verbose: bool
+) -> None:
+    if not has_failed:
+        print_report(written, verbose=verbose)
+    what = "what was compiled before the job failed" if has_failed else "this report"
+    print(f"megamoe: {what} as JSON: {report}", flush=True)  # noqa: T201  (the user's terminal)
+    if why := keep_report(report, logs):
+        _say(f"the next run in this folder overwrites the report, which could not be copied: {why}")
+
+
+def _unwritten(report: Path) -> str:
+    """Return the last line of a run that compiled blocks and left no report."""
+    why = why_not_written(report) or "see the warnings above"
+    return f"what was compiled is not known: the report was not written to {report}: {why}"
 
 
 def _settings_of_ranks(ranks: int) -> dict[str, str]:

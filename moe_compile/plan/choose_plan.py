@@ -54,10 +54,10 @@ of experts with a capacity, are always taken to have them; no generated code was
 class Why(enum.Enum):
     """The ground of a decision. Values are printed in reports."""
 
-    FASTEST = "gains, and is least far from the fastest, whichever constant is off"
+    FASTEST = "gains, and stays nearest to the fastest if any one hardware number is wrong"
     NO_OTHER = "there is no other candidate"
     NO_GAIN = "no other candidate gains more than 1 %"
-    UNSURE = "what gains more than 1 % might lose over half of that if a constant is off"
+    UNSURE = "what gains more than 1 % might lose over half of that if one hardware number is wrong"
     MEMORY = "what gains more than 1 % needs more memory than max_memory_increase allows"
 
 

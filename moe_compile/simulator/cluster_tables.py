@@ -30,6 +30,10 @@ BETWEEN_NODES: Final = (
     "as MegaScale-MoE's; two-batches: as DeepSeek-V3 runs. MB: rows a rank sends to other nodes, "
     "and to ranks of its own, in one layer for one micro-batch."
 )
+MORE_THAN_A_GPU: Final = (
+    "A GPU has less in every row: counted are all activations, in bf16. A job of that size "
+    "recomputes some or keeps them in fewer bytes: DeepSeek-V3 did (its report, 3.2.3 and 3.3.3)."
+)
 BOUND_COLUMNS: Final = ("sequential", "inter-op", "best chunks", "tiles", "two-batches")
 
 
@@ -46,6 +50,7 @@ def print_predictions(rows: Sequence[Prediction], title: str, console: Console) 
     table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column("GPUs", justify="right")
     table.add_column("schedule", no_wrap=True)
+    fits = any(row.fits_memory for row in rows)
     crosses = any(row.sent_between_mb for row in rows)
     near = ("MB far", "near") if crosses else ("of bound %",)
     for heading in ("step s", "tok/s", "MFU %", "layer ms", "exposed %", *near, "GB"):
@@ -55,30 +60,35 @@ def print_predictions(rows: Sequence[Prediction], title: str, console: Console) 
         same = list(group)
         for row in same:
             over = same[0].seconds / row.seconds
-            table.add_row(str(gpus), *_figures(row, crosses=crosses), f"{over:.2f}x")
+            table.add_row(str(gpus), *_figures(row, fits, crosses=crosses), f"{over:.2f}x")
         table.add_section()
     console.print(table)
     console.print(
-        f"{NOTE} exposed: no compute runs; of bound: time with free collectives over time; GB: "
-        "counted, without allocator and NCCL, ! where a GPU has less; over: the first row."
+        f"{NOTE} *: as megamoe runs it. exposed: no compute runs; of bound: time with free "
+        "collectives over time; GB: counted, without allocator and NCCL; over: how much faster "
+        f"than {rows[0].schedule!r}."
     )
+    if not fits:
+        console.print(MORE_THAN_A_GPU)
+    elif not all(row.fits_memory for row in rows):
+        console.print("!: more than a GPU has.")
     if crosses:
         console.print(BETWEEN_NODES)
 
 
-def _figures(row: Prediction, *, crosses: bool) -> tuple[str, ...]:
+def _figures(row: Prediction, fits: bool, *, crosses: bool) -> tuple[str, ...]:
     near: tuple[str, ...] = (f"{row.of_bound_percent:.1f}",)
     if crosses:
         near = (f"{row.sent_between_mb:.0f}", f"{row.sent_within_mb:.0f}")
     return (
-        row.schedule,
+        f"{row.schedule} *" if row.is_own else row.schedule,
         f"{row.seconds:.2f}",
         f"{row.tokens_per_s / 1e3:.1f}k",
         f"{row.mfu_percent:.1f}",
         f"{row.layer_ms:.2f}",
         f"{row.exposed_percent:.1f}",
         *near,
-        f"{row.memory_gb:.0f}" + ("" if row.fits_memory else "!"),
+        f"{row.memory_gb:.0f}" + ("!" if fits and not row.fits_memory else ""),
     )
 
 

@@ -65,6 +65,8 @@ class Prediction:
     memory_gb: float
     """Memory counted, not measured."""
     fits_memory: bool
+    is_own: bool
+    """Whether megamoe runs a model so."""
 
 
 def make_setting(
@@ -133,7 +135,15 @@ def predict(name: str, setting: Setting) -> Prediction:
         sent_within_mb=sent.within / 1e6,
         memory_gb=nbytes / 1e9,
         fits_memory=nbytes <= setting.profile.memory.capacity_gb * 1e9,
+        is_own=is_own(setting),
     )
+
+
+def is_own(setting: Setting) -> bool:
+    """Return whether megamoe runs a model so: by its scheduler, chunks or parts, its own hops."""
+    is_ours = setting.method.overlap in (Overlap.INTER_OP, Overlap.CHUNKS)
+    crosses = setting.costs.link is setting.profile.network
+    return is_ours and (setting.method.crossing in OWN if crosses else True)
 
 
 def _methods(setting: Setting) -> dict[str, Method]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import pathlib
 import re
 import sys
@@ -12,17 +11,11 @@ import pytest
 
 from moe_compile import config
 from moe_compile.errors import InvalidConfig
+from moe_compile.graph import query
 from passes.pipeline import DYNAMO, check_order
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "add-a-pass.md").read_text()
 QUESTION, PASS, TEST, FIELD, READ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-IMPORTED = (
-    "passes.compress_gradients", "moe_compile.graph.query", "moe_compile.graph.dependence",
-    "moe_compile.graph.edit", "moe_compile.graph.legality", "moe_compile.graph.precedence",
-    "moe_compile.regions.rewrite_effects", "moe_compile.backend", "tests.layers", "tests.capture",
-    "torch.distributed._functional_collectives", "collections.abc",
-)  # fmt: skip
-"""Modules whose names the example uses."""
 RUN = "test_it_is_launched_before_the_dispatch"
 
 
@@ -30,22 +23,28 @@ RUN = "test_it_is_launched_before_the_dispatch"
 def config_with_the_option(monkeypatch):
     source = pathlib.Path(config.__file__).read_text()
     head = "    def __post_init__(self) -> None:\n"
-    changed = types.ModuleType("config_with_the_option")
-    monkeypatch.setitem(sys.modules, changed.__name__, changed)
-    exec(source.replace(head, FIELD + "\n" + head, 1), vars(changed))
-    return changed
+    text = source.replace(head, FIELD + "\n" + head, 1)
+    return module_of("config_with_the_option", text, monkeypatch)
+
+
+def module_of(name, text, monkeypatch):
+    made = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, made)
+    exec(text, vars(made))
+    return made
 
 
 def names_of(pass_text, fake_ranks, monkeypatch):
     """Return what the example's text defines, its pass in its place."""
-    names = {}
-    for module in IMPORTED:
-        names |= vars(importlib.import_module(module))
-    for block in (QUESTION, pass_text, TEST):
-        exec(block, names)
+    added = {}
+    exec(QUESTION, dict(vars(query)), added)
+    for name, question in added.items():  # the page adds it there
+        monkeypatch.setattr(query, name, question, raising=False)
+    pass_module = module_of("hoist_all_reduces", pass_text, monkeypatch)
+    names = vars(module_of("test_hoist_all_reduces", TEST, monkeypatch))
     with pytest.raises(AssertionError):
         names[RUN](fake_ranks)
-    made = names["HoistAllReduces"]()
+    made = pass_module.HoistAllReduces()
     assert f"`{made.name}`" in PAGE
     place = [p.name for p in DYNAMO.passes].index("plan_regions")
     passes = (*DYNAMO.passes[:place], made, *DYNAMO.passes[place:])

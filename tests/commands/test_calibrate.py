@@ -16,6 +16,7 @@ MEASURED = ("matmul_tflops", "memory_gb_per_s", "op_overhead_us")
 def test_a_processor_is_measured_and_its_link_stays(tmp_path, capsys):
     path = tmp_path / "new" / "mine.toml"
     assert main(["calibrate", str(path), "--device", "cpu"]) == 0
+    assert "benchmarks.node" in capsys.readouterr().out
     profile, start = load_profile(str(path)), load_profile("cpu")
     assert profile.name == "mine"
     for rate, origin in profile.origins.items():
@@ -31,12 +32,22 @@ def test_a_processor_is_measured_and_its_link_stays(tmp_path, capsys):
     [
         (["mine.toml", "--device", "cpu", "--start", "h100"], "says nothing of h100"),
         (["mine", "--device", "cpu"], "ends in .toml"),
+        (["/proc/mine.toml", "--device", "cpu"], "/proc takes no file"),
         (["mine.toml", "--device", "cpu", "--start", "h10"], "Did you mean 'h100'"),
     ],
 )
 def test_what_cannot_be_measured_is_said(arguments, message, capsys):
     assert main(["calibrate", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_profile_that_is_there_stays(tmp_path, capsys):
+    """It was overwritten without a word."""
+    path = tmp_path / "mine.toml"
+    path.write_text("name = 'mine'")
+    assert main(["calibrate", str(path), "--device", "cpu"]) == 2
+    assert "mine.toml is there already" in capsys.readouterr().err
+    assert path.read_text() == "name = 'mine'"
 
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.toml")), ids=lambda p: p.stem)

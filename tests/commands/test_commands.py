@@ -3,6 +3,10 @@
 import argparse
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -48,7 +52,11 @@ def test_the_papers_tables_with_errors_as_json(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpus", "480"], ("megatron-like", "2 chunks of experts", "of bound %", "h800")),
+        (
+            ["--gpus", "480"],
+            ("megatron-like", "2 chunks of experts *", "of bound %", "h800", "76  "),
+        ),
+        (["--gpus", "480"], ("inter-op *", "faster than 'megatron-like'", "tiles  ")),
         (["--table", "megascale"], ("held out", "fitted", "Eos", "DeepSeek-V3", "2.5 %")),
         (
             ["--table", "waterfall"],
@@ -63,7 +71,16 @@ def test_the_papers_tables_with_errors_as_json(capsys):
         (["--table", "parts", "--cluster", "h200"], ("qwen3-235b", "4 parts", "limit")),
         (
             ["--model", "deepseek-v3", "--cluster", "h100"],
-            ("2048", "flat: sequential", "exact: 2 slices", "rounded: 2 parts 2 chunks", "MB far"),
+            (
+                "2048",
+                "flat: sequential  ",
+                "exact: 2 slices *",
+                "2 parts 2 chunks *",
+                "MB far",
+                "2 chunks of experts  ",
+                "A GPU has less in every row",
+                "no fit",
+            ),
         ),
     ],
 )
@@ -78,13 +95,13 @@ def test_a_timeline_as_a_trace_has_every_task_once(capsys, tmp_path):
     _, out, _ = run(
         capsys, "simulate", "--gpus", "480", "--schedule", "inter-op", "--timeline", str(path)
     )
-    assert "one layer under inter-op." in " ".join(out.split())
+    assert "one layer under inter-op (megamoe)." in " ".join(out.split())
     events = json.loads(path.read_text())["traceEvents"]
     tasks = [event for event in events if event["ph"] == "X"]
     kinds = {"forward", "backward", "weight gradients", "communication"}
     assert {task["cat"] for task in tasks} == kinds
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert names == {"inter-op (predicted)", "compute", "communication"}
+    assert names == {"inter-op (megamoe) (predicted)", "compute", "communication"}
     assert {"attention", "experts 1: in", "experts 1 dW", "qkv': in"} - {
         task["name"] for task in tasks
     } == set()
@@ -141,6 +158,7 @@ def test_a_timeline_as_a_picture(capsys, tmp_path):
         (["--gpus", "100"], "write a multiple of 120"),
         (["--schedule", "inter"], "Did you mean 'inter-op'?"),
         (["--timeline", "x.svg"], "ends in .png or .json"),
+        (["--timeline", "/proc/x.json"], "/proc takes no file"),
         (["--table", "bounds", "--timeline", "x.png"], "leave one out"),
     ],
 )
@@ -150,10 +168,22 @@ def test_what_is_wrong_is_said(capsys, arguments, message):
     assert message in err
 
 
+def test_a_reader_that_has_gone_ends_it_silently():
+    """It was a traceback."""
+    code = "import sys; from moe_compile.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "simulate", "--json"]
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=300)
+    os.close(write)
+    assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 def test_an_unknown_flag_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["simulate", "--gpu", "8"])
-    assert "has no '--gpu'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "has no '--gpu'" in said and "--gpus GPUS" in said
 
 
 def test_the_doctor_of_a_machine_without_nvml_says_so_and_succeeds(capsys):

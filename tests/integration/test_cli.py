@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_compile.cli import main
+from moe_compile.cli import main, new_parser
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.process_report import report_of
-from torchtitan_integration.job_checks import check_job, check_ranks, notes_on
+from torchtitan_integration.job_checks import OUR_FLAGS, check_job, check_ranks, notes_on
 from torchtitan_integration.job_config import asks_for_megamoe, with_model_compiled
 from torchtitan_integration.job_file import find_job, load_job, num_ranks, rank_with_loss, recipes
 from torchtitan_integration.launch import (
@@ -322,8 +322,15 @@ def checked(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--training.step", "5"], "Did you mean 'training.steps'?"),
-        (["--trainig.steps", "5"], "Did you mean 'training'?"),
+        (["--training.step", "5"], "Did you mean '--training.steps'?"),
+        (["--trainig.steps", "5"], "Did you mean '--training.steps' or '--validation.steps'?"),
+        (["--steps", "5"], "Did you mean '--training.steps' or '--validation.steps'?"),
+        (["--training.compile"], "compile is a table: --compile.enable, "),
+        (["--ep", "2"], "Did you mean '--parallelism.expert_parallel_degree'?"),
+        (["--training.lr", "1"], "Did you mean '--optimizer.lr'?"),
+        (["--training.zzz", "1"], "training has: dataset, dataset_path, "),
+        (["--zzz", "1"], "Tables: job, profiling, "),
+        (["--parallelism.expert_parallel_degree", "3"], "does not divide shards x CP x TP / ETP"),
         (["--nprocs", "2"], "Did you mean '--nproc'?"),
         (["--training.steps", "many"], "write a whole number"),
         (["--training.steps=1e3"], "write a whole number"),
@@ -336,6 +343,7 @@ def checked(tmp_path, capsys, monkeypatch):
         (["steps=5"], "belongs to no flag"),
         (["--training.dataset", "c5"], "known are python_stdlib, c4"),
         (["--training.dataset", "c4"], "holds no tokenizer"),
+        (["--training.dataset", "c4"], "--local-dir tests/assets/tokenizer`, or write training.da"),
         (["--training.dataset", "c4_test"], 'write training.dataset = "python_stdlib"'),
         (["--validation.enable", "--validation.steps=1", "--validation.dataset", "c4_test"],
          'write validation.dataset = "python_stdlib"'),
@@ -363,6 +371,13 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--experimental.custom_import", "nowhere.register"], "No module named 'nowhere'"),
         (["--job.dump_folder", "job.toml/outputs"], "job.toml is a file"),
         (["--megamoe.report", "."], "write the name of a file"),
+        (["--megamoe.report", "/dev/null"], "it is a device or a pipe"),
+        (["--megamoe.report", "job.toml/report.json"], "job.toml is a file"),
+        (["--megamoe.report", "/proc/none/report.json"], "/proc takes no file"),
+        (["--dry-run", "--megamoe.report", "/proc/report.json"], "/proc takes no file"),
+        (["--job.dump_folder", "/proc/outputs"], "/proc takes no file"),
+        (["--checkpoint.enable", "--checkpoint.folder=/proc/c"], "checkpoint.folder = '/proc/c'"),
+        (["--metrics.enable_tensorboard", "--metrics.save_tb_folder=/proc/c"], "save_tb_folder = "),
         (["--profiling.enable_profiling"], "write profiling.enable_profiling = false on a CPU"),
         (["--checkpoint.async_mode=async_with_pinned_mem"], 'write checkpoint.async_mode = "as'),
         (["--megamoe.batch_parts", "9", "--validation.enable"],
@@ -471,28 +486,83 @@ def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch
     said = capsys.readouterr()
     error, last = said.err.splitlines()[-2:]
     assert error == "megamoe: rank 1: ValueError: no data"
-    assert last == "megamoe: the job failed, exit status 1; what ranks printed: outputs/ranks"
+    assert (
+        last == "megamoe: the job failed, exit status 1; what ranks printed: outputs/ranks/latest"
+    )
+    assert Path("outputs/ranks/latest/attempt_0/1/stderr.log").is_file()
     assert "nothing was compiled" not in said.out
     monkeypatch.setattr("moe_compile.commands.train.run", lambda *_: 130)
     assert main(["train", str(tmp_path / "job.toml")]) == 130
     assert "the job was ended by SIGINT" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_folder_for_compiled_code_that_cannot_be_written_is_named(checked, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/code")
+    assert "TORCHINDUCTOR_CACHE_DIR = '/proc/code' cannot be written" in checked(RIGHT)
+
+
+def test_a_run_that_filled_its_disk_says_so_and_shows_no_tables(tmp_path, capsys, monkeypatch):
+    """The tables followed as if all were well, and "No space" was cut off in the ranks' output."""
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(command, show, settings):
+        write_report()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, limits[1]))
+        return 1
+
+    monkeypatch.setattr("moe_compile.commands.train.run", fill)
+    try:
+        assert main(["train", str(write(tmp_path, RIGHT))]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr()
+    disk, _ = said.err.splitlines()[-2:]
+    assert "job.dump_folder = 'outputs' cannot be written: " in disk
+    assert "takes no file (File too large)" in disk
+    assert said.out.splitlines() == [
+        "megamoe: what was compiled before the job failed as JSON: outputs/report.json"
+    ]
+
+
+def write_report():
+    path = Path("outputs/report.json")
+    path.parent.mkdir(exist_ok=True)
+    warning = "megamoe: the exchange at a.py:3"
+    path.write_text(json.dumps(report_of([], [], hardware="cpu", warnings=(warning,))))
+
+
+def test_each_run_keeps_its_own_report(tmp_path, capsys, monkeypatch):
+    """Two runs in one folder had one, of the second."""
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    monkeypatch.chdir(tmp_path)
+    runs = iter(("first", "second"))
+
+    def train(command, show, settings):
+        log = Path("outputs/ranks") / next(runs) / "attempt_0/0/stderr.log"
+        log.parent.mkdir(parents=True)
+        write_report()
+        show(["a line\n"])
+        return 0
+
+    monkeypatch.setattr("moe_compile.commands.train.run", train)
+    for name in ("first", "second"):
+        assert main(["train", str(write(tmp_path, RIGHT))]) == 0
+        assert Path("outputs/ranks/latest").resolve().name == name
+        assert Path("outputs/ranks", name, "report.json").is_file()
+
+
 def test_a_run_without_megamoe_says_so_in_its_last_line(tmp_path, capsys, monkeypatch):
     """Jobs trained to their end without a word."""
     pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
     monkeypatch.chdir(tmp_path)
-    empty = report_of([], [], hardware="cpu", warnings=("megamoe: the exchange at a.py:3",))
-
-    def write_report(command, show, settings):
-        path = Path("outputs/report.json")
-        path.parent.mkdir()
-        path.write_text(json.dumps(empty))
-        return 0
-
+    compiling = "[rank0]:[titan] 2026-11-26 10:00:00,000 - root - INFO - compiling block 1 of 3"
     for started, last in (
         (lambda *_: 0, "nothing was compiled by megamoe: no block of the model ran"),
-        (write_report, "nothing was rewritten: the exchange at a.py:3"),
+        (lambda _, show, __: show([compiling]) or 0, "the report was not written to outputs/"),
+        (lambda *_: write_report() or 0, "nothing was rewritten: the exchange at a.py:3"),
     ):
         monkeypatch.setattr("moe_compile.commands.train.run", started)
         assert main(["train", str(write(tmp_path, RIGHT))]) == 0
@@ -507,6 +577,11 @@ def test_a_recipe_is_found_by_its_name_and_an_unknown_one_lists_them(capsys, tmp
     assert main(["train", "deepseek_v3_debug"]) == 2
     said = capsys.readouterr().err
     assert "Did you mean 'deepseek_v3_debug_cpu'?" in said and "mixtral_8x7b_16gpu" in said
+
+
+def test_flags_of_ours_are_offered_by_their_names():
+    (commands,) = (action for action in new_parser()._actions if action.choices)
+    assert {*OUR_FLAGS} == {*commands.choices["train"]._option_string_actions} - {"-h", "--help"}
 
 
 def test_the_command_alone_prints_help_and_its_version(capsys):
@@ -535,7 +610,10 @@ def test_what_ranks_printed_is_kept_of_a_few_runs(tmp_path):
         (tmp_path / f"run{number}" / "attempt_0" / "0").mkdir(parents=True)
         os.utime(tmp_path / f"run{number}", (number, number))
     (tmp_path / "mine").mkdir()
+    (tmp_path / "latest").symlink_to("run6")
     drop_old(tmp_path)
+    assert (tmp_path / "latest" / "attempt_0").is_dir()
+    (tmp_path / "latest").unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "mine",
         "run3",

@@ -20,7 +20,7 @@ def installed(tmp_path):
     copy, site = tmp_path / "copy", tmp_path / "site"
     for name in PACKAGES:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "megamoe.py"):
         shutil.copy(ROOT / name, copy)
     build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, copy]
     subprocess.run(build, check=True, timeout=600)
@@ -46,6 +46,8 @@ def test_an_installed_wheel_runs_a_recipe_of_its_own(installed, tmp_path):
 
     modules = run("-c", "import moe_compile, passes; print(moe_compile.__file__, passes.__file__)")
     assert modules.stdout.split() == [str(installed / n / "__init__.py") for n in PACKAGES[:2]]
+    alias = run("-c", "import megamoe; print(megamoe.__file__, megamoe.explain.__module__)")
+    assert alias.stdout.split() == [str(installed / "megamoe.py"), "moe_compile"]
     job = run("-m", "moe_compile.cli", "train", str(recipe), "--training.steps=2")
     assert job.returncode == 0, job.stdout + job.stderr
     assert "step:  2" in job.stdout

@@ -20,7 +20,10 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 COPIED: Final = ("moe_compile", "passes", "tests")
-LINKED: Final = ("benchmarks", "torchtitan_integration", "docs", "pyproject.toml", "README.md")
+LINKED: Final = (
+    "benchmarks", "torchtitan_integration", "docs", "megamoe.py", "Makefile", "pyproject.toml",
+    "README.md",
+)  # fmt: skip
 
 PASSED, FAILED, NOT_COLLECTED = 0, 1, 2
 """Exit statuses of pytest; a module that cannot be imported is not collected."""

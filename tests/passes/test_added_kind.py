@@ -1,21 +1,17 @@
-"""A kind of region that a test adds: one word in the tuple, and every pass and report has it."""
+"""The kind of docs/add-a-style.md: one word in the tuple, and every pass and report has it."""
 
-import operator
-from dataclasses import dataclass
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from moe_compile.graph.edit import Emitter
-from moe_compile.graph.query import group_name, is_all_to_all, is_wait, source_place
-from moe_compile.plan.plan import RegionPlan
-from moe_compile.plan.planned import Found, Planned
+from moe_compile.graph.query import is_all_to_all
 from moe_compile.report import compilations
 from moe_compile.report.compilations import describe
-from moe_compile.report.region_reports import CHUNKED, RegionReport
+from moe_compile.report.region_reports import CHUNKED
 from passes import detect_regions, plan_regions, rewrite_regions
 from passes.kinds import KINDS
-from passes.kinds.contract import Emitted, Finds, RegionKind
 from passes.pipeline import DYNAMO, run_level
 from tests.attention_layers import swap
 from tests.capture import dynamo_graphs, state
@@ -23,64 +19,17 @@ from tests.capture import dynamo_graphs, state
 READERS = (detect_regions, plan_regions, rewrite_regions, compilations)
 
 
-@dataclass(frozen=True)
-class RoundTrip:
-    name: str
-    launches: tuple
-    body: tuple
-
-    @property
-    def result(self):
-        return self.body[-1]
-
-
-class ByColumns(RegionKind):
-    """Rows that travel there and back, with an operator by element between, in column halves."""
-
-    name = "round trips"
-
-    def find(self, facts, config, before):
-        there, back = filter(is_all_to_all, facts.graph.nodes)
-        last = next(node for node in back.users if is_wait(node))
-        body = tuple(node for node in facts.graph.nodes if there <= node <= last)
-        found = Found(region=RoundTrip("trip", (there, back), body), where=source_place(there))
-        return Finds(found=(found,), exchanges=frozenset({there.name, back.name}))
-
-    def plan(self, state, layers):
-        (found,) = state.found.by_kind[self.name]
-        assert found.region in state.found.regions and layers.around(found.region)
-        plan = RegionPlan(group=group_name(found.region.launches[0]), num_chunks=2)
-        return (Planned(found=found, plan=plan, remarks=("in halves",)),)
-
-    def emit(self, one, state):
-        region, halves = one.found.region, []
-        emit, (sent, *_) = Emitter(region.result), region.body[0].all_input_nodes
-        parts = emit.call(torch.chunk, sent, 2, 1)
-        for number in range(2):
-            env = {sent: emit.call(operator.getitem, parts, number)}
-            for node in region.body:
-                env[node] = emit.copy(node, env)
-            halves.append(env[region.result])
-        return Emitted(instead={region.result: emit.call(torch.cat, halves, 1)}, body=region.body)
-
-    def say(self, one, config):
-        return RegionReport(
-            name=one.found.name,
-            where=one.found.where,
-            num_ranks=2,
-            num_local_experts=1,
-            num_chunks=one.plan.num_chunks,
-            num_host_reads=0,
-            verdict=CHUNKED if one.is_rewritten else one.left["chunks"].why,
-            remarks=one.remarks,
-        )
+PAGE = (Path(__file__).parents[2] / "docs" / "add-a-style.md").read_text()
+(EXAMPLE,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+NAMES = {}
+exec(EXAMPLE, NAMES)
 
 
 @pytest.fixture
 def compiled(fake_ranks, monkeypatch):
     """Return what becomes of a round trip: its graph, the state and the report."""
     for module in READERS:
-        monkeypatch.setattr(module, "KINDS", (*KINDS, ByColumns()))
+        monkeypatch.setattr(module, "KINDS", (*KINDS, NAMES["ByColumns"]()))
 
     def compile_it(**options):
         (gm,) = dynamo_graphs(
@@ -101,6 +50,8 @@ def test_a_kind_that_is_added_is_found_planned_rewritten_and_reported(compiled):
     applied = [results[f"{what}_regions"].applied for what in ("detect", "plan", "rewrite")]
     assert applied == [("trip",)] * 3
     assert len(list(filter(is_all_to_all, graph.nodes))) == 4
+    (found,) = ours.found.by_kind["round trips"]
+    assert found.region in ours.found.regions
     assert ours.plan.value({})["round trips"] == [{"group": None, "num_chunks": 2, "unproven": ""}]
     (region,) = report.regions
     assert (region.verdict, region.num_chunks, region.remarks) == (CHUNKED, 2, ("in halves",))

@@ -6,6 +6,8 @@ two chunks hide half of what follows the exchange.
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.choose_plan import Why, choose_plan, extra_bytes
 from moe_compile.plan.region_tasks import price_us
 
+PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 WHOLE, CHUNKS = Candidate(), Candidate(num_chunks=2)
 DISPATCH, COMBINE = Candidate(dispatch_wire="fp8"), Candidate(combine_wire="fp8")
 BOTH = Candidate(dispatch_wire="fp8", combine_wire="fp8")
@@ -88,6 +91,24 @@ def test_a_way_that_is_best_as_stated_and_farthest_off_with_a_wrong_constant_is_
     assert decision.margin < 0
     sure = dataclasses.replace(rates, uncertainty=())
     assert choose(work, sure, WHOLE, DISPATCH, CHUNKS).chosen.candidate == DISPATCH
+
+
+def test_of_the_candidates_in_the_example_of_the_page_the_one_is_taken_that_it_says():
+    cells = re.findall(r"\| (\d) chunks \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (.*) \|", PAGE)
+    (whole,) = re.findall(r"the region as it is taking ([\d.]+) with every constant", PAGE)
+    times = {WHOLE: [float(whole)] * 3}
+    times |= {Candidate(num_chunks=int(n)): [float(t) for t in us] for n, *us, _ in cells}
+    rates = dataclasses.replace(RATES, uncertainty=(("link_gb_per_s", 0.2),))
+
+    def price(work, candidate, changed):
+        link = changed.link_gb_per_s / rates.link_gb_per_s
+        return times[candidate][0 if link == 1 else 1 if link < 1 else 2]
+
+    decision = choose(region(1e-3, 1e-3), rates, *times, price=price)
+    assert [int(n) for n, *_, said in cells if said.endswith("taken")] == [
+        decision.chosen.candidate.num_chunks
+    ]
+    assert len(cells) == 3 and decision.runner_up.candidate.num_chunks == 8
 
 
 def test_where_the_fastest_might_lose_the_next_that_cannot_is_taken():
