@@ -10,8 +10,9 @@ Contract
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.fx as fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -28,6 +29,7 @@ from moe_compile.plan.state import CompileState
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate
+from moe_compile.schedule.timeline import AS_WRITTEN, packed, timeline_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,16 @@ def predicted(gm: fx.GraphModule, state: CompileState) -> Predicted:
     )
 
 
+def timelines(gm: fx.GraphModule, inputs: Sequence[Any], state: CompileState) -> list[str]:
+    """Return the packed timeline of each phase of a program as it is written, without any pass."""
+    found = []
+    for traced in trace_graphs(gm, inputs, state, ()):
+        sizes = NominalSizes(state.nominal_sizes)
+        sizes.learn(traced.graph)
+        found.append(_Phase(traced.graph, sizes, state).timeline())
+    return found
+
+
 class _Phase:
     """The forward or the backward graph, in its order."""
 
@@ -86,6 +98,11 @@ class _Phase:
             host_us=tuple(costs[n].host_us for n in nodes),
         )
         return simulate(priced, range(len(nodes))).step_us
+
+    def timeline(self) -> str:
+        order = range(len(self._problem.nodes))
+        liveness = Liveness.of(self._problem.nodes, self._sizes)
+        return packed(timeline_of(self._problem, liveness, self._sizes, {AS_WRITTEN: order}))
 
     def peak_bytes(self) -> int:
         nodes = self._problem.nodes

@@ -53,6 +53,7 @@ def _record(graph: fx.Graph, state: CompileState) -> dict[str, Any]:
         "launches": {group: list(launches) for group, launches in sorted(order.items())},
         "numbers": launch_numbers(graph),
         "measures": {key: round(value, 3) for key, value in sorted(state.measures.items())},
+        "timeline": state.timeline,
     }
 
 

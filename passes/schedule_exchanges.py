@@ -36,6 +36,7 @@ from moe_compile.schedule.choose_schedule import ChosenOrder, choose_schedule
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import least_exposed_us, simulate
+from moe_compile.schedule.timeline import AFTER, BEFORE, packed, timeline_of
 from passes.contract import Fact, GraphPass
 
 HIDDEN: Final = "as much compute as is useful already runs between launch and wait"
@@ -80,12 +81,29 @@ class ScheduleExchanges(GraphPass):
         record_launch_order(problem.nodes[i] for i in problem.launches)
         graph.lint()
         applied, skipped = _verdicts(problem, choice)
+        state.timeline = _timeline(problem, liveness, sizes, choice, skipped)
         return PassReport(
             pass_name=self.name,
             applied=applied,
             skipped=skipped,
             measures={**_measures(problem, choice), **_bounds(costs)},
         )
+
+
+def _timeline(
+    problem: ScheduleProblem,
+    liveness: Liveness,
+    sizes: NominalSizes,
+    choice: ChosenOrder,
+    skipped: Sequence[Verdict],
+) -> str:
+    """Return the packed timeline of the graph as it came and as it is now."""
+    orders = {BEFORE: choice.as_it_came.order, AFTER: choice.chosen.order}
+    verdicts = {verdict.candidate: verdict for verdict in skipped}
+    found = timeline_of(problem, liveness, sizes, orders, verdicts)
+    if choice.is_capped:
+        found["uncapped_us"] = round(simulate(problem, choice.fastest.order).step_us, 3)
+    return packed(found)
 
 
 def _verdicts(

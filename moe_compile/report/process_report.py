@@ -37,10 +37,13 @@ from moe_compile.report.region_reports import (
     RegionReport,
 )
 from moe_compile.runtime.launch_records import RECORD_LAUNCHES, executed_records, on_first_execution
+from moe_compile.schedule.timeline import packed
 from moe_compile.source_hash import installed_version
 
 LOG: Final = logging.getLogger(__name__)
 
+PAGE: Final = ".html"
+"""End of a path to which the report is written as a page."""
 FIGURES: Final = (
     "compute_us",
     "compute_bound_us",
@@ -154,8 +157,12 @@ def report_of(
     warnings: Sequence[str] = (),
     graph_breaks: Sequence[str] = (),
     num_graphs: int = 1,
+    as_written: Sequence[Mapping[str, str]] = (),
 ) -> dict[str, Any]:
-    """Return a report as JSON data; `graphs` are the records of compiled graphs."""
+    """Return a report as JSON data; `graphs` are the records of compiled graphs.
+
+    `as_written` are timelines of graphs before any pass, which a job does not have.
+    """
     return {
         "versions": {"megamoe": installed_version(), "torch": torch.__version__},
         "hardware": hardware,
@@ -172,13 +179,31 @@ def report_of(
         "rewrites": sorted({x for c in compilations for x in c.rewrites}),
         "passes": [{"where": c.site, **data} for c in compilations for data in c.journal.as_data()],
         "graphs": [
-            {"where": g["site"], "phase": g["phase"], "launches": g["launches"], **figures(g)}
+            {
+                "where": g["site"],
+                "phase": g["phase"],
+                "launches": g["launches"],
+                **figures(g),
+                "timeline": g.get("timeline", ""),
+            }
             for g in graphs
         ],
+        "as_written": list(as_written),
+        "graph_texts": _texts(compilations),
         "compilations": sum(c.has_regions for c in compilations),
         "recompiles": _num_recompiles(compilations),
         "num_graphs": num_graphs,
     }
+
+
+def _texts(compilations: Sequence[Compilation]) -> str:
+    """Return the packed texts of graphs, in the order of their steps; "" where none are kept."""
+    found = [
+        {"where": c.site, "graph": text.graph, "step": text.step, "lines": text.lines}
+        for c in compilations
+        for text in c.journal.texts or ()
+    ]
+    return packed(found) if found else ""
 
 
 def _num_recompiles(compilations: Sequence[Compilation]) -> int:

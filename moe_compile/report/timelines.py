@@ -1,0 +1,169 @@
+"""The timelines of a report, graph by graph: for the page, the trace and the picture.
+
+Contract
+    Reads JSON data of `moe_compile.report.process_report`, of a job or of `explain`.
+    A graph has its runs in this order, as far as the report has them: the program as written, the
+    rewritten graph in its own order, and the same graph as it runs.
+    A collective is alone while the compute stream stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from moe_compile.graph.part_order import PRODUCTS
+from moe_compile.report.chrome_trace import TracedProcess, TracedSpan, chrome_trace
+from moe_compile.schedule.simulate import COMPUTE, HOST
+from moe_compile.schedule.timeline import AFTER, AS_WRITTEN, BEFORE, stream_name, unpacked
+
+TITLES: Final[Mapping[str, str]] = {
+    AS_WRITTEN: "before: your program as it is written",
+    BEFORE: "the rewritten graph, in its own order",
+    AFTER: "after: as megamoe runs it",
+}
+ON_HOST: Final = "host"
+ON_LINK: Final = "collective"
+PRODUCT: Final = "product"
+OTHER: Final = "other compute"
+KINDS: Final = (PRODUCT, OTHER, ON_LINK, ON_HOST)
+"""Kinds of spans, for colours."""
+LEGEND: Final = (
+    "Times are predicted from a hardware profile. Streams: the host, which launches; compute; the "
+    "link of each process group. Where a row is empty its stream waits."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One order of a graph's nodes; times in microseconds."""
+
+    name: str
+    nodes: Sequence[Sequence[str]]
+    """Name, operator and line of each node."""
+    spans: Sequence[Sequence[Any]]
+    """Node, stream, start, length."""
+    memory: Sequence[Sequence[Any]]
+    """Time, live bytes, node."""
+    step_us: float
+    exposed_us: float
+    peak_bytes: int
+
+    def streams(self) -> list[str]:
+        """Return the names of streams, the host first, then compute."""
+        first = (stream_name(HOST), stream_name(COMPUTE))
+        used = {span[1] for span in self.spans}
+        return [*(s for s in first if s in used), *sorted(used - set(first))]
+
+    def kind_of(self, span: Sequence[Any]) -> str:
+        """Return the kind of a span, one of `KINDS`."""
+        if span[1] == stream_name(HOST):
+            return ON_HOST
+        if span[1] != stream_name(COMPUTE):
+            return ON_LINK
+        operator = self.nodes[span[0]][1].partition("::")[2]
+        return PRODUCT if any(part in operator for part in PRODUCTS) else OTHER
+
+    def label_of(self, span: Sequence[Any]) -> str:
+        """Return the operator of a span's node, without its namespace."""
+        return self.nodes[span[0]][1].rpartition("::")[2]
+
+    def alone_us(self) -> dict[str, tuple[float, float]]:
+        """Return, by name of a collective's node, its time and the part of it that it is alone."""
+        busy = [(s[2], s[2] + s[3]) for s in self.spans if s[1] == stream_name(COMPUTE)]
+        return {
+            self.nodes[span[0]][0]: (span[3], span[3] - _common(span[2], span[2] + span[3], busy))
+            for span in self.spans
+            if self.kind_of(span) == ON_LINK
+        }
+
+
+def _common(start: float, end: float, busy: Sequence[tuple[float, float]]) -> float:
+    """Return how much of start to end the disjoint intervals `busy` cover."""
+    return sum(max(0.0, min(end, e) - max(start, s)) for s, e in busy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphTimeline:
+    """The runs of one graph."""
+
+    where: str
+    phase: str
+    runs: Sequence[Run]
+    launches: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    """Collectives of the last run, as `schedule/timeline.py` has them."""
+    uncapped_us: float | None = None
+    """Time of the fastest order, where memory forbids it."""
+
+    @property
+    def title(self) -> str:
+        """Return the phase and the place."""
+        return f"{self.phase} at {self.where}"
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether megamoe gave the graph its order."""
+        return self.runs[-1].name == AFTER
+
+    def run(self, name: str) -> Run | None:
+        """Return the run of that name."""
+        return next((run for run in self.runs if run.name == name), None)
+
+
+def timelines_of(report: Mapping[str, Any]) -> list[GraphTimeline]:
+    """Return the timeline of each graph that has one; equal graphs have one for all."""
+    written = {(g["where"], g["phase"]): g["timeline"] for g in report.get("as_written", ())}
+    ours = {
+        (g["where"], g["phase"], g["timeline"]): g["timeline"]
+        for g in report["graphs"]
+        if g.get("timeline")
+    }
+    known = {key[:2] for key in ours}
+    others = {(*key, ""): "" for key in written if key not in known}
+    found = {**ours, **others}
+    return [_timeline(*key[:2], written.get(key[:2], ""), now) for key, now in found.items()]
+
+
+def _timeline(where: str, phase: str, written: str, now: str) -> GraphTimeline:
+    before = unpacked(written) if written else {}
+    after = unpacked(now) if now else {}
+    last = after or before
+    return GraphTimeline(
+        where=where,
+        phase=phase,
+        runs=[*_runs(before), *_runs(after)],
+        launches=[
+            {**launch, "node": last["nodes"][launch["node"]]} for launch in last["launches"]
+        ],
+        uncapped_us=after.get("uncapped_us"),
+    )
+
+
+def _runs(data: Mapping[str, Any]) -> Iterator[Run]:
+    for name, run in data.get("runs", {}).items():
+        yield Run(name=name, nodes=data["nodes"], **run)
+
+
+def trace_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all runs of all graphs in the trace event format."""
+    graphs = timelines_of(report)
+    return chrome_trace([_process(g, run) for g in graphs for run in g.runs], LEGEND)
+
+
+def _process(graph: GraphTimeline, run: Run) -> TracedProcess:
+    streams = run.streams()
+    spans = []
+    for span in run.spans:
+        name, operator, where = run.nodes[span[0]]
+        spans.append(
+            TracedSpan(
+                name=run.label_of(span),
+                kind=run.kind_of(span),
+                stream=streams.index(span[1]),
+                start_us=span[2],
+                us=span[3],
+                notes={"node": name, "operator": operator, "line": where},
+            )
+        )
+    return TracedProcess(name=f"{graph.title}, {TITLES[run.name]}", streams=streams, spans=spans)
