@@ -29,7 +29,8 @@ from moe_compile.plan.state import CompileState
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate
-from moe_compile.schedule.timeline import AS_WRITTEN, packed, timeline_of
+from moe_compile.schedule.timeline import timeline_of
+from moe_compile.schedule.timeline_data import AS_WRITTEN, packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

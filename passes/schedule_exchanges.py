@@ -36,7 +36,8 @@ from moe_compile.schedule.choose_schedule import ChosenOrder, choose_schedule
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import least_exposed_us, simulate
-from moe_compile.schedule.timeline import AFTER, BEFORE, packed, timeline_of
+from moe_compile.schedule.timeline import timeline_of
+from moe_compile.schedule.timeline_data import AFTER, BEFORE, packed
 from passes.contract import Fact, GraphPass
 
 HIDDEN: Final = "as much compute as is useful already runs between launch and wait"

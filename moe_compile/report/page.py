@@ -6,12 +6,14 @@ Contract
     It is made of the JSON report alone. What the report does not have, the page says it lacks.
     A gain is the cost model's: predicted where it has a price for the remedy; at most the time that
     the collectives are alone, where the remedy is a change of code; else "not predicted", and why.
+    Imports no torch.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +23,7 @@ from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.explain import headline
 from moe_compile.report.explanation_text import NOTHING_DONE, NOTHING_SEEN, ONE_GRAPH
 from moe_compile.report.timelines import TITLES, GraphTimeline, Run, timelines_of, trace_of
-from moe_compile.schedule.timeline import AFTER, unpacked
+from moe_compile.schedule.timeline_data import unpacked
 
 TEMPLATE: Final = Path(__file__).with_name("page.html")
 DATA: Final = '"the data of the page"'
@@ -31,13 +33,22 @@ TRACE: Final = ".trace.json"
 TORCHS: Final = "torch, between megamoe's passes"
 
 
-def write_page(report: Mapping[str, Any], path: Path) -> Path:
-    """Write the page of a report to `path`, and the trace beside it; return the trace's path."""
+def write_page(report: Mapping[str, Any], path: Path) -> None:
+    """Write the page of a report to `path`, and the trace beside it, each file whole."""
     trace = path.with_suffix(TRACE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page_of(report, trace.name))
-    trace.write_text(json.dumps(trace_of(report)))
-    return trace
+    write_whole(trace, json.dumps(trace_of(report)))
+    write_whole(path, page_of(report, trace.name))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file, so that a reader never sees half of it; make its folder."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def page_of(report: Mapping[str, Any], trace: str = "") -> str:
@@ -104,7 +115,10 @@ def _run(run: Run) -> dict[str, Any]:
         "name": run.name,
         "streams": streams,
         "nodes": run.nodes,
-        "spans": [[n, streams.index(s), t, us, run.kind_of([n, s])] for n, s, t, us in run.spans],
+        "spans": [
+            [span[0], streams.index(span[1]), *span[2:], run.kind_of(span), run.label_of(span)]
+            for span in run.spans
+        ],
         "memory": run.memory,
         "step_us": run.step_us,
         "exposed_us": run.exposed_us,
@@ -115,11 +129,12 @@ def _run(run: Run) -> dict[str, Any]:
 def _launch(
     launch: Mapping[str, Any], graph: GraphTimeline, by_place: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    name, operator, where = launch["node"]
+    name, operator, where, _ = launch["node"]
     last = graph.runs[-1]
     us, alone_us = last.alone_us().get(name, (0.0, 0.0))
     exchange = by_place.get(where, {})
     reason = Reason[launch["reason"]] if launch["reason"] else None
+    change = REMEDIES[reason] if reason else exchange.get("change", "")
     return {
         "name": name,
         "operator": operator.rpartition("::")[2],
@@ -130,8 +145,8 @@ def _launch(
         "alone_us": alone_us,
         "verdict": _verdict(launch, graph, reason),
         "exchange": exchange.get("what") or exchange.get("because", ""),
-        "change": REMEDIES[reason] if reason else exchange.get("change", ""),
-        "gain": _gain_of_launch(reason, alone_us, graph),
+        "change": change,
+        "gain": _gain_of_launch(reason, alone_us, graph) if change else "",
     }
 
 

@@ -28,6 +28,7 @@ import torch.fx as fx
 from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.graph_breaks import frames_left_out, warning_of
+from moe_compile.report.page import write_page, write_whole
 from moe_compile.report.region_reports import (
     ALL_GATHERED,
     AS_WRITTEN,
@@ -37,7 +38,7 @@ from moe_compile.report.region_reports import (
     RegionReport,
 )
 from moe_compile.runtime.launch_records import RECORD_LAUNCHES, executed_records, on_first_execution
-from moe_compile.schedule.timeline import packed
+from moe_compile.schedule.timeline_data import packed
 from moe_compile.source_hash import installed_version
 
 LOG: Final = logging.getLogger(__name__)
@@ -140,13 +141,12 @@ class ProcessReport:
                 self._unwritable.add(path)
 
     def _write_to(self, path: Path) -> None:
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        report, is_page = self.as_dict(), path.suffix == PAGE
+        write_whole(
+            path.with_suffix(".json") if is_page else path, json.dumps(report, indent=2) + "\n"
+        )
+        if is_page:
+            write_page(report, path)
 
 
 def report_of(

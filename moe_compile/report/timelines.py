@@ -5,6 +5,7 @@ Contract
     A graph has its runs in this order, as far as the report has them: the program as written, the
     rewritten graph in its own order, and the same graph as it runs.
     A collective is alone while the compute stream stands still.
+    Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from moe_compile.graph.part_order import PRODUCTS
 from moe_compile.report.chrome_trace import TracedProcess, TracedSpan, chrome_trace
-from moe_compile.schedule.simulate import COMPUTE, HOST
-from moe_compile.schedule.timeline import AFTER, AS_WRITTEN, BEFORE, stream_name, unpacked
+from moe_compile.schedule.timeline_data import (
+    AFTER,
+    AS_WRITTEN,
+    BEFORE,
+    ON_COMPUTE,
+    ON_HOST,
+    ON_LINK,
+    OTHER,
+    unpacked,
+)
 
 TITLES: Final[Mapping[str, str]] = {
     AS_WRITTEN: "before: your program as it is written",
     BEFORE: "the rewritten graph, in its own order",
     AFTER: "after: as megamoe runs it",
 }
-ON_HOST: Final = "host"
-ON_LINK: Final = "collective"
-PRODUCT: Final = "product"
-OTHER: Final = "other compute"
-KINDS: Final = (PRODUCT, OTHER, ON_LINK, ON_HOST)
-"""Kinds of spans, for colours."""
 LEGEND: Final = (
     "Times are predicted from a hardware profile. Streams: the host, which launches; compute; the "
     "link of each process group. Where a row is empty its stream waits."
@@ -41,7 +43,7 @@ class Run:
 
     name: str
     nodes: Sequence[Sequence[str]]
-    """Name, operator and line of each node."""
+    """Name, operator, line and kind of each node."""
     spans: Sequence[Sequence[Any]]
     """Node, stream, start, length."""
     memory: Sequence[Sequence[Any]]
@@ -52,36 +54,39 @@ class Run:
 
     def streams(self) -> list[str]:
         """Return the names of streams, the host first, then compute."""
-        first = (stream_name(HOST), stream_name(COMPUTE))
+        first = (ON_HOST, ON_COMPUTE)
         used = {span[1] for span in self.spans}
         return [*(s for s in first if s in used), *sorted(used - set(first))]
 
     def kind_of(self, span: Sequence[Any]) -> str:
-        """Return the kind of a span, one of `KINDS`."""
-        if span[1] == stream_name(HOST):
+        """Return the kind of a span, one of `schedule/timeline_data.py: KINDS`."""
+        if span[1] == ON_HOST:
             return ON_HOST
-        if span[1] != stream_name(COMPUTE):
-            return ON_LINK
-        operator = self.nodes[span[0]][1].partition("::")[2]
-        return PRODUCT if any(part in operator for part in PRODUCTS) else OTHER
+        kind = str(self.nodes[span[0]][3])
+        return OTHER if kind == ON_LINK and span[1] == ON_COMPUTE else kind
 
     def label_of(self, span: Sequence[Any]) -> str:
-        """Return the operator of a span's node, without its namespace."""
-        return self.nodes[span[0]][1].rpartition("::")[2]
+        """Return the operator of a span's node; of a collective its line as well."""
+        _, operator, where, _ = self.nodes[span[0]]
+        name = operator.rpartition("::")[2]
+        place = where.partition(" in ")[0]
+        return f"{name} {place}" if self.kind_of(span) == ON_LINK and place else name
 
     def alone_us(self) -> dict[str, tuple[float, float]]:
         """Return, by name of a collective's node, its time and the part of it that it is alone."""
-        busy = [(s[2], s[2] + s[3]) for s in self.spans if s[1] == stream_name(COMPUTE)]
+        busy = [(s[2], s[2] + s[3]) for s in self.spans if s[1] == ON_COMPUTE]
         return {
-            self.nodes[span[0]][0]: (span[3], span[3] - _common(span[2], span[2] + span[3], busy))
+            self.nodes[span[0]][0]: (span[3], _alone(span[2], span[2] + span[3], busy))
             for span in self.spans
             if self.kind_of(span) == ON_LINK
         }
 
 
-def _common(start: float, end: float, busy: Sequence[tuple[float, float]]) -> float:
-    """Return how much of start to end the disjoint intervals `busy` cover."""
-    return sum(max(0.0, min(end, e) - max(start, s)) for s, e in busy)
+def _alone(start: float, end: float, busy: Sequence[tuple[float, float]]) -> float:
+    """Return how much of start to end the disjoint intervals `busy` leave free."""
+    covered = sum(max(0.0, min(end, e) - max(start, s)) for s, e in busy)
+    alone = round(end - start - covered, 1)
+    return max(0.0, alone)  # spans are rounded: parts of a tenth of a microsecond are none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,9 +138,7 @@ def _timeline(where: str, phase: str, written: str, now: str) -> GraphTimeline:
         where=where,
         phase=phase,
         runs=[*_runs(before), *_runs(after)],
-        launches=[
-            {**launch, "node": last["nodes"][launch["node"]]} for launch in last["launches"]
-        ],
+        launches=[{**launch, "node": last["nodes"][launch["node"]]} for launch in last["launches"]],
         uncapped_us=after.get("uncapped_us"),
     )
 
@@ -155,7 +158,7 @@ def _process(graph: GraphTimeline, run: Run) -> TracedProcess:
     streams = run.streams()
     spans = []
     for span in run.spans:
-        name, operator, where = run.nodes[span[0]]
+        name, operator, where, _ = run.nodes[span[0]]
         spans.append(
             TracedSpan(
                 name=run.label_of(span),
