@@ -60,7 +60,8 @@ from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted_us
 from moe_compile.read_options import read_options
 from moe_compile.report.compilations import Compilation, describe
-from moe_compile.report.process_report import PAGE, REPORT
+from moe_compile.report.page import PAGE
+from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import DOES_NOT_COMPILE
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 from moe_compile.torch_quirks.recompile_limit import forbid_eager_beyond_limit

@@ -11,6 +11,7 @@ import sys
 
 from moe_compile.commands.calibrate import add_calibrate
 from moe_compile.commands.doctor import add_doctor
+from moe_compile.commands.explain import add_explain, explain_report
 from moe_compile.commands.options import add_options
 from moe_compile.commands.simulate import add_simulate
 from moe_compile.commands.train import add_train, train
@@ -26,7 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
         if known.command is None:
             parser.print_help()
             return 0
-        if known.command == "train":
+        if known.command == "explain" and known.config.endswith(".json"):
+            return explain_report(known)
+        if known.command in ("train", "explain"):
             return train(known, overrides)
         if overrides:
             parser.error(f"megamoe {known.command} has no {overrides[0]!r}")
@@ -43,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megamoe {installed_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_train(commands)
+    add_explain(commands)
     add_simulate(commands)
     add_doctor(commands)
     add_calibrate(commands)

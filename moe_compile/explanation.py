@@ -31,8 +31,7 @@ from moe_compile.config import PREFIX, MegaMoEConfig, from_sources
 from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
-from moe_compile.plan.state import CompileState
-from moe_compile.predicted_time import timelines
+from moe_compile.predicted_time import timelines_as_written
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.explain import print_report
 from moe_compile.report.explanation_text import explanation_lines
@@ -44,7 +43,6 @@ T = TypeVar("T")
 LOG: Final = logging.getLogger(__name__)
 NO_RUN: Final = "fake"
 """torch's process group that moves nothing: models can be traced on it, not run."""
-PHASES: Final = ("forward", "backward")
 SETTING: Final = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
 """The line with which Dynamo captures results whose length depends on data."""
 
@@ -131,15 +129,11 @@ class _Seen:
         copied = copy_of_graph(gm)
         state, compilation = rewrite(copied, self.config, keeps_texts=True)
         self.compilations.append(compilation)
-        unchanged = CompileState(config=state.config, hardware=state.hardware)
-        written = _tried(state.site, lambda: timelines(copy_of_graph(gm), inputs, unchanged))
+        self.as_written += _tried(state.site, lambda: timelines_as_written(gm, inputs, state))
         graphs = _tried(
             state.site, lambda: trace_graphs(copied, inputs, state) if state.has_work else ()
         )
         self.records += [record for one in graphs if (record := record_of(one.graph))]
-        for phase, timeline in zip(PHASES, written, strict=False):
-            found = {"where": compilation.site, "phase": phase, "timeline": timeline}
-            self.as_written.append(found)
 
 
 def _tried(site: str, trace: Callable[[], Sequence[T]]) -> Sequence[T]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch.fx as fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -22,6 +22,7 @@ from moe_compile.cost.amounts import Amounts
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.rates import perturbed_profiles
 from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import is_all_to_all, value_of
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Journal
@@ -68,13 +69,25 @@ def predicted(gm: fx.GraphModule, state: CompileState) -> Predicted:
     )
 
 
-def timelines(gm: fx.GraphModule, inputs: Sequence[Any], state: CompileState) -> list[str]:
-    """Return the packed timeline of each phase of a program as it is written, without any pass."""
+PHASES: Final = ("forward", "backward")
+
+
+def timelines_as_written(
+    gm: fx.GraphModule, inputs: Sequence[Any], state: CompileState
+) -> list[dict[str, str]]:
+    """Return the timelines of a program without any pass, as a report has them.
+
+    `state` is that of the compilation of the same program, for its place and options.
+    """
     found = []
-    for traced in trace_graphs(gm, inputs, state, ()):
-        sizes = NominalSizes(state.nominal_sizes)
+    plain = CompileState(config=state.config, hardware=state.hardware)
+    for phase, traced in zip(
+        PHASES, trace_graphs(copy_of_graph(gm), inputs, plain, ()), strict=False
+    ):
+        sizes = NominalSizes(plain.nominal_sizes)
         sizes.learn(traced.graph)
-        found.append(_Phase(traced.graph, sizes, state).timeline())
+        timeline = _Phase(traced.graph, sizes, plain).timeline()
+        found.append({"where": state.site, "phase": phase, "timeline": timeline})
     return found
 
 

@@ -28,6 +28,8 @@ from moe_compile.schedule.timeline_data import unpacked
 TEMPLATE: Final = Path(__file__).with_name("page.html")
 DATA: Final = '"the data of the page"'
 """What the template has in place of the data."""
+PAGE: Final = ".html"
+"""End of the name of a page; a report with such a path is written as a page."""
 TRACE: Final = ".trace.json"
 """End of the name of the trace beside a page."""
 TORCHS: Final = "torch, between megamoe's passes"
@@ -38,6 +40,11 @@ def write_page(report: Mapping[str, Any], path: Path) -> None:
     trace = path.with_suffix(TRACE)
     write_whole(trace, json.dumps(trace_of(report)))
     write_whole(path, page_of(report, trace.name))
+
+
+def json_of(report: Path) -> Path:
+    """Return the path of the JSON of a report: beside the page, where the path is of a page."""
+    return report.with_suffix(".json") if report.suffix == PAGE else report
 
 
 def write_whole(path: Path, text: str) -> None:

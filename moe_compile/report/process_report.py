@@ -28,7 +28,7 @@ import torch.fx as fx
 from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.graph_breaks import frames_left_out, warning_of
-from moe_compile.report.page import write_page, write_whole
+from moe_compile.report.page import PAGE, json_of, write_page, write_whole
 from moe_compile.report.region_reports import (
     ALL_GATHERED,
     AS_WRITTEN,
@@ -43,8 +43,6 @@ from moe_compile.source_hash import installed_version
 
 LOG: Final = logging.getLogger(__name__)
 
-PAGE: Final = ".html"
-"""End of a path to which the report is written as a page."""
 FIGURES: Final = (
     "compute_us",
     "compute_bound_us",
@@ -141,11 +139,9 @@ class ProcessReport:
                 self._unwritable.add(path)
 
     def _write_to(self, path: Path) -> None:
-        report, is_page = self.as_dict(), path.suffix == PAGE
-        write_whole(
-            path.with_suffix(".json") if is_page else path, json.dumps(report, indent=2) + "\n"
-        )
-        if is_page:
+        report = self.as_dict()
+        write_whole(json_of(path), json.dumps(report, indent=2) + "\n")
+        if path.suffix == PAGE:
             write_page(report, path)
 
 

@@ -48,8 +48,9 @@ from moe_compile.graph.query import (
 from moe_compile.hardware.collectives import spread_of
 from moe_compile.plan.chunk_numbers import NumericalChange
 from moe_compile.plan.state import CompileState
+from moe_compile.predicted_time import timelines_as_written
 from moe_compile.report.compilations import Compilation
-from moe_compile.report.process_report import predicted_measures
+from moe_compile.report.process_report import predicted_measures, record_of
 from moe_compile.runtime.node_groups import ranks_of_a_node
 from passes.fuse_token_sums import FuseTokenSums
 from passes.split_batch import SplitBatch
@@ -103,10 +104,16 @@ class Rewritten:
 
     @classmethod
     def of(
-        cls, name: str, gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig
+        cls,
+        name: str,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        config: MegaMoEConfig,
+        *,
+        keeps_texts: bool = False,
     ) -> Rewritten:
         """Return `gm` rewritten as `config` says: the graph itself is changed."""
-        state, compilation = rewrite(gm, config)
+        state, compilation = rewrite(gm, config, keeps_texts=keeps_texts)
         what = _described(compilation, state)
         return cls(name=name, what=what, gm=gm, inputs=inputs, state=state, compilation=compilation)
 
@@ -209,6 +216,17 @@ class Traced:
     where these are not asked for, and for a graph that has the same blocks as a larger one."""
     saved_bytes: int = 0
     """Kept from forward to backward: the block's input, and what its graph saves."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Records of its graphs, for a report."""
+    as_written: list[dict[str, str]] = field(default_factory=list)
+    """Timelines of its graphs before any pass, where a page is asked for."""
+
+    def add_phase(self, phase: str, graph: fx.Graph, launches: list[Launch]) -> None:
+        """Add one graph, with its collectives."""
+        self.launches[phase] = launches
+        self.measures[phase] = predicted_measures(graph)
+        if record := record_of(graph):
+            self.records.append(record)
 
     def exposed_share(self, *phases: str, measure: str = "exposed_us") -> float:
         """Return the exposed time in `phases` over that with `NOTHING_HIDDEN`; 1 for 0 of 0.
@@ -227,12 +245,13 @@ def trace_layers(
     say: Callable[[str], None],
     *,
     compares: bool,
+    has_page: bool = False,
 ) -> list[Traced]:
     """Trace one graph of each kind; `held` is the bytes of parameters, gradients and optimizer.
 
     `graphs` maps each kind to the names of its blocks. `say` gets the name of the next graph. Where
     it `compares`, graphs with regions are traced as "auto" would have them for other `numerics`
-    too.
+    too. Where it `has_page`, what a page has beside the tables is kept.
     """
     options = backend_options(rank.job, held)
     if options.get("megamoe.hardware", "detect") == "detect":
@@ -247,7 +266,8 @@ def trace_layers(
             def said(what: str) -> None:
                 say(f"{kind}: {what}")
 
-            found.append(_trace(gm, inputs, options, rank, said, has_choices=kind not in alone))
+            asked = {"has_choices": kind not in alone, "has_page": has_page}
+            found.append(_trace(gm, inputs, options, rank, said, **asked))
             raise EndOfTrace
 
         say(f"{kind}: capture")
@@ -282,12 +302,14 @@ def _trace(
     say: Callable[[str], None],
     *,
     has_choices: bool,
+    has_page: bool,
 ) -> Traced:
     given = from_sources(options=split_options(options)[0], environment={})
     config = replace(given, codegen="fx")  # for Inductor on a CPU kernels of ours are written out
     as_written = copy_of_graph(gm)
-    asked = Rewritten.of("as asked", gm, inputs, config)
-    traced = Traced(kind="", compilation=asked.compilation)
+    asked = Rewritten.of("as asked", gm, inputs, config, keeps_texts=has_page)
+    written = timelines_as_written(as_written, inputs, asked.state) if has_page else []
+    traced = Traced(kind="", compilation=asked.compilation, as_written=written)
     plain: list[Rewritten] = []
     others: list[Rewritten] = []
     if asked.compilation.has_regions:
@@ -303,8 +325,7 @@ def _trace(
     sizes, axes = NominalSizes(asked.state.nominal_sizes), rank.axis_of_groups()
     for phase, graph in (("forward", forward), ("backward", backward)):
         sizes.learn(graph)
-        traced.launches[phase] = _launches(graph, sizes, axes)
-        traced.measures[phase] = predicted_measures(graph)
+        traced.add_phase(phase, graph, _launches(graph, sizes, axes))
     traced.saved_bytes = _saved_bytes(forward, backward, sizes)
     if plain:
         before = [phase.get("exposed_us_before", 0.0) for phase in measured.pop(0)]

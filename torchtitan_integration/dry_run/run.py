@@ -7,13 +7,14 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,6 +22,7 @@ from rich.table import Table
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.compilations import RegionReport
+from moe_compile.report.process_report import report_of
 from moe_compile.simulator.cluster_tables import new_console
 from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, trace_layers
 from torchtitan_integration.dry_run.memory import (
@@ -147,6 +149,18 @@ def _choices(layer: Traced) -> Table:
     return table
 
 
+def _report(traced: Sequence[Traced], hardware: str) -> dict[str, Any]:
+    """Return the JSON report on the graphs of a job, and the choices of `--compare`."""
+    found = report_of(
+        [layer.compilation for layer in traced],
+        [record for layer in traced for record in layer.records],
+        hardware=hardware,
+        as_written=[timeline for layer in traced for timeline in layer.as_written],
+    )
+    choices = [dataclasses.asdict(one) for layer in traced for one in layer.choices]
+    return {**found, "choices": choices}
+
+
 def print_memory(stages: Sequence[StageMemory], console: Console) -> None:
     """Print what one GPU holds, one column per pipeline stage looked at."""
     table = Table(title="Memory of one GPU, GiB", box=SIMPLE_HEAD)
@@ -166,10 +180,13 @@ COMPARE: Final = (
 )
 
 
-def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
+def dry_run(
+    file: JobFile, world: int, *, compares: bool = False, has_page: bool = False
+) -> dict[str, Any]:
     """Print regions, chunks, collectives and memory of a job on `world` ranks.
 
-    Where it `compares`, also print the choices of "auto" for each value of `numerics`.
+    Where it `compares`, also print the choices of "auto" for each value of `numerics`. Return the
+    JSON report; where it `has_page`, with all that a page has.
     Raises InvalidConfig when the recipe, or torchtitan, does not have the layout.
     """
     if not uses_megamoe(file):
@@ -195,7 +212,8 @@ def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
         Console(stderr=True).status("tracing") as status,
     ):
         held = states["rank 0"].held + states["rank 0"].exchange_buffers
-        traced = trace_layers(rank, graphs, held, status.update, compares=compares)
+        say = status.update
+        traced = trace_layers(rank, graphs, held, say, compares=compares, has_page=has_page)
     print_layers(traced, console)
     if not compares and any(layer.unhidden_us for layer in traced):
         console.print(COMPARE)
@@ -210,6 +228,7 @@ def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
     room = device_memory(_hardware(file))
     for warning in filter(None, map(room.warning, shown)):
         console.print(warning)
+    return _report(traced, _hardware(file))
 
 
 def _collect_seldom() -> None:
