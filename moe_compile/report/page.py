@@ -11,7 +11,6 @@ Contract
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.explain import headline
 from moe_compile.report.explanation_text import NOTHING_DONE, NOTHING_SEEN, ONE_GRAPH
-from moe_compile.report.timelines import TITLES, GraphTimeline, Run, timelines_of, trace_of
+from moe_compile.report.timelines import GraphTimeline, Run, timelines_of, trace_of
 from moe_compile.schedule.timeline_data import unpacked
 
 TEMPLATE: Final = Path(__file__).with_name("page.html")
@@ -32,7 +31,6 @@ PAGE: Final = ".html"
 """End of the name of a page; a report with such a path is written as a page."""
 TRACE: Final = ".trace.json"
 """End of the name of the trace beside a page."""
-TORCHS: Final = "torch, between megamoe's passes"
 
 
 def write_page(report: Mapping[str, Any], path: Path) -> None:
@@ -74,7 +72,8 @@ def page_data(report: Mapping[str, Any]) -> dict[str, Any]:
     ]
     said = report.get("warnings", ()), report.get("rewrites", ()), report["dropped_passes"]
     return {
-        "headline": headline(report) or "megamoe: no exposed time is predicted",
+        "headline": headline(report) or "megamoe: nothing is rewritten",
+        "times": _times(graphs),
         "hardware": report["hardware"],
         "versions": report["versions"],
         "exchanges": exchanges,
@@ -85,9 +84,22 @@ def page_data(report: Mapping[str, Any]) -> dict[str, Any]:
         "notes": [line for lines in said for line in lines],
         "choices": list(report.get("choices", ())),
         "graphs": [_graph(graph, report) for graph in graphs],
-        "texts": _texts(report),
+        "texts": unpacked(report["graph_texts"]) if report.get("graph_texts") else [],
         "no_texts": "" if report.get("graph_texts") else _why_no_texts(),
     }
+
+
+def _times(graphs: Sequence[GraphTimeline]) -> str:
+    """Return the predicted time of all graphs, each run once, before and after; "" without any."""
+    rewritten = [graph for graph in graphs if graph.is_rewritten]
+    if not rewritten:
+        return ""
+    before, now = (sum(graph.runs[at].step_us for graph in rewritten) for at in (0, -1))
+    named = rewritten[0].runs[0].title
+    return (
+        f"Predicted time of these graphs, each run once: {_ms(before)} ({named}), {_ms(now)} now, "
+        f"{now / before - 1.0:+.1%}."
+    )
 
 
 def _region(region: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,20 +117,20 @@ def _why_no_texts() -> str:
 
 
 def _graph(graph: GraphTimeline, report: Mapping[str, Any]) -> dict[str, Any]:
-    by_place = {one["where"]: one for one in report["exchanges"]}
+    exchanges = {one["where"]: one for one in report["exchanges"]}
     return {
         "title": graph.title,
         "where": graph.where,
         "phase": graph.phase,
         "runs": [_run(run) for run in graph.runs],
-        "launches": [_launch(launch, graph, by_place) for launch in graph.launches],
+        "launches": [_launch(launch, graph, exchanges) for launch in graph.launches],
     }
 
 
 def _run(run: Run) -> dict[str, Any]:
     streams = run.streams()
     return {
-        "title": TITLES[run.name],
+        "title": run.title,
         "name": run.name,
         "streams": streams,
         "nodes": run.nodes,
@@ -134,12 +146,13 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _launch(
-    launch: Mapping[str, Any], graph: GraphTimeline, by_place: Mapping[str, Mapping[str, Any]]
+    launch: Mapping[str, Any], graph: GraphTimeline, exchanges: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     name, operator, where, _ = launch["node"]
     last = graph.runs[-1]
     us, alone_us = last.alone_us().get(name, (0.0, 0.0))
-    exchange = by_place.get(where, {})
+    places = [where, *(one["node"][2] for one in graph.launches if _is_of_one(one, launch))]
+    exchange = next((exchanges[place] for place in places if place in exchanges), {})
     reason = Reason[launch["reason"]] if launch["reason"] else None
     change = REMEDIES[reason] if reason else exchange.get("change", "")
     return {
@@ -153,8 +166,18 @@ def _launch(
         "verdict": _verdict(launch, graph, reason),
         "exchange": exchange.get("what") or exchange.get("because", ""),
         "change": change,
-        "gain": _gain_of_launch(reason, alone_us, graph) if change else "",
+        "gain": _gain_of_launch(reason, alone_us, graph) if _asks(change) else "",
     }
+
+
+def _is_of_one(launch: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two launches are of one region."""
+    return bool(launch["region"]) and launch["region"] == other["region"]
+
+
+def _asks(change: str) -> bool:
+    """Whether a remedy asks for a change: not if it begins with "nothing"."""
+    return bool(change) and not change.startswith("nothing")
 
 
 def _verdict(launch: Mapping[str, Any], graph: GraphTimeline, reason: Reason | None) -> str:
@@ -166,8 +189,6 @@ def _verdict(launch: Mapping[str, Any], graph: GraphTimeline, reason: Reason | N
 
 
 def _gain_of_launch(reason: Reason | None, alone_us: float, graph: GraphTimeline) -> str:
-    if reason is Reason.ALREADY_DONE:
-        return "nothing to gain by another order"
     if reason is Reason.MEMORY_CAP and graph.uncapped_us is not None:
         gain = graph.runs[-1].step_us - graph.uncapped_us
         return f"{_ms(gain)} of this graph, with memory for the fastest order"
@@ -187,7 +208,7 @@ def _gain_of_exchange(
     """Return what the remedy of an exchange gains, "" where there is nothing to change."""
     if advice := _advice(exchange["where"], report):
         return advice
-    if not exchange["change"]:
+    if not _asks(exchange["change"]):
         return ""
     alone = list(_alone_at(exchange["where"], graphs))
     if alone:
@@ -210,33 +231,14 @@ def _advice(where: str, report: Mapping[str, Any]) -> str:
 
 
 def _alone_at(where: str, graphs: Sequence[GraphTimeline]) -> Iterator[float]:
-    """Yield the time that each collective of a line is alone, forward and backward."""
+    """Yield the time that each collective of a line, or of its region, is alone, both ways."""
     for graph in graphs:
         alone = graph.runs[-1].alone_us()
+        own = [launch for launch in graph.launches if launch["node"][2] == where]
         for launch in graph.launches:
-            if launch["node"][2] == where:
+            if launch in own or any(_is_of_one(launch, one) for one in own):
                 yield alone.get(launch["node"][0], (0.0, 0.0))[1]
 
 
 def _ms(us: float) -> str:
     return f"{us / 1e3:.3f} ms"
-
-
-def _texts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return, for each graph, its first lines and the changes of each step that changed some."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    known: dict[tuple[str, str], list[str]] = {}
-    for one in unpacked(report["graph_texts"]) if report.get("graph_texts") else ():
-        key, lines = (one["where"], one["graph"]), list(one["lines"])
-        if key not in found:
-            found[key] = {"where": key[0], "graph": key[1], "lines": lines, "steps": []}
-        elif changes := _changes(known[key], lines):
-            found[key]["steps"].append({"step": one["step"] or TORCHS, "changes": changes})
-        known[key] = lines
-    return list(found.values())
-
-
-def _changes(before: list[str], after: list[str]) -> list[list[Any]]:
-    """Return [first line, line behind the last, lines in their place], in order."""
-    codes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    return [[i, j, after[k:m]] for tag, i, j, k, m in codes if tag != "equal"]

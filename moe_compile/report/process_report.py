@@ -28,6 +28,7 @@ import torch.fx as fx
 from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.graph_breaks import frames_left_out, warning_of
+from moe_compile.report.graph_texts import texts_of
 from moe_compile.report.page import PAGE, json_of, write_page, write_whole
 from moe_compile.report.region_reports import (
     ALL_GATHERED,
@@ -185,21 +186,11 @@ def report_of(
             for g in graphs
         ],
         "as_written": list(as_written),
-        "graph_texts": _texts(compilations),
+        "graph_texts": packed(texts) if (texts := texts_of(compilations)) else "",
         "compilations": sum(c.has_regions for c in compilations),
         "recompiles": _num_recompiles(compilations),
         "num_graphs": num_graphs,
     }
-
-
-def _texts(compilations: Sequence[Compilation]) -> str:
-    """Return the packed texts of graphs, in the order of their steps; "" where none are kept."""
-    found = [
-        {"where": c.site, "graph": text.graph, "step": text.step, "lines": text.lines}
-        for c in compilations
-        for text in c.journal.texts or ()
-    ]
-    return packed(found) if found else ""
 
 
 def _num_recompiles(compilations: Sequence[Compilation]) -> int:

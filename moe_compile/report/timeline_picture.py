@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.patches import Patch
 
-from moe_compile.report.timelines import TITLES, GraphTimeline, Run, timelines_of
+from moe_compile.report.timelines import GraphTimeline, Run, timelines_of
 from moe_compile.schedule.timeline_data import KINDS
 
 COLOURS: Final = ("#1f5fa8", "#a9c9ec", "#c2410c", "#d5d9df")
@@ -158,7 +158,7 @@ def _row(graph: GraphTimeline, name: str) -> Row:
     assert run is not None
     lanes = run.streams()
     return Row(
-        title=f"{graph.title}; {TITLES[name]}: {run.step_us / MS:.2f} ms, of it "
+        title=f"{graph.title}; {run.title}: {run.step_us / MS:.2f} ms, of it "
         f"{run.exposed_us / MS:.2f} ms exposed",
         lanes=lanes,
         bars=[_bar(run, span, lanes) for span in run.spans],

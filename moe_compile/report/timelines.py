@@ -27,9 +27,9 @@ from moe_compile.schedule.timeline_data import (
 )
 
 TITLES: Final[Mapping[str, str]] = {
-    AS_WRITTEN: "before: your program as it is written",
-    BEFORE: "the rewritten graph, in its own order",
-    AFTER: "after: as megamoe runs it",
+    AS_WRITTEN: "your program as it is written",
+    BEFORE: "the rewritten graph in its own order",
+    AFTER: "as megamoe runs it",
 }
 LEGEND: Final = (
     "Times are predicted from a hardware profile. Streams: the host, which launches; compute; the "
@@ -52,6 +52,11 @@ class Run:
     exposed_us: float
     peak_bytes: int
 
+    @property
+    def title(self) -> str:
+        """Return what the order is, in words."""
+        return TITLES[self.name]
+
     def streams(self) -> list[str]:
         """Return the names of streams, the host first, then compute."""
         first = (ON_HOST, ON_COMPUTE)
@@ -68,7 +73,8 @@ class Run:
     def label_of(self, span: Sequence[Any]) -> str:
         """Return the operator of a span's node; of a collective its line as well."""
         _, operator, where, _ = self.nodes[span[0]]
-        name = operator.rpartition("::")[2]
+        name = operator.rpartition("::")[2].strip("_").removesuffix("_single")
+        name = name.removesuffix("_into_tensor").removesuffix("_tensor")
         place = where.partition(" in ")[0]
         return f"{name} {place}" if self.kind_of(span) == ON_LINK and place else name
 
@@ -117,7 +123,7 @@ class GraphTimeline:
 
 
 def timelines_of(report: Mapping[str, Any]) -> list[GraphTimeline]:
-    """Return the timeline of each graph that has one; equal graphs have one for all."""
+    """Return the timeline of each graph with collectives; equal graphs have one for all."""
     written = {(g["where"], g["phase"]): g["timeline"] for g in report.get("as_written", ())}
     ours = {
         (g["where"], g["phase"], g["timeline"]): g["timeline"]
@@ -127,7 +133,8 @@ def timelines_of(report: Mapping[str, Any]) -> list[GraphTimeline]:
     known = {key[:2] for key in ours}
     others = {(*key, ""): "" for key in written if key not in known}
     found = {**ours, **others}
-    return [_timeline(*key[:2], written.get(key[:2], ""), now) for key, now in found.items()]
+    graphs = [_timeline(*key[:2], written.get(key[:2], ""), now) for key, now in found.items()]
+    return [graph for graph in graphs if graph.launches]
 
 
 def _timeline(where: str, phase: str, written: str, now: str) -> GraphTimeline:
@@ -169,4 +176,4 @@ def _process(graph: GraphTimeline, run: Run) -> TracedProcess:
                 notes={"node": name, "operator": operator, "line": where},
             )
         )
-    return TracedProcess(name=f"{graph.title}, {TITLES[run.name]}", streams=streams, spans=spans)
+    return TracedProcess(name=f"{graph.title}, {run.title}", streams=streams, spans=spans)
