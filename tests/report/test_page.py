@@ -7,7 +7,7 @@ import re
 import pytest
 
 from moe_compile.cli import main
-from moe_compile.config import MegaMoEConfig
+from moe_compile.config import CHOICES, MegaMoEConfig
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.page import page_data, page_of
@@ -153,6 +153,17 @@ def test_a_price_of_the_remedy_is_said_where_there_is_one():
     assert found["gain"] == "2.000 ms by 2 chunks, not chosen since it changes bits"
     report |= {"regions": [], "exchanges": [{**exchange, "change": "write stable=True"}]}
     assert page_data(report)["exchanges"][0]["gain"].startswith("not predicted: no graph")
+
+
+def test_what_auto_would_choose_has_its_predicted_gain(explanation, tmp_path):
+    path = explanation.html(tmp_path / "page.html", compare=True)
+    asked, *others = data_of(path.read_text())["choices"]
+    assert asked["name"] == "as asked" and asked["what"].startswith("2 chunks")
+    assert [one["name"] for one in others] == list(CHOICES["numerics"])
+    graphs = data_of(path.read_text())["graphs"]
+    now = sum(graph["runs"][-1]["step_us"] for graph in graphs)
+    assert asked["step_us"] == pytest.approx(now, rel=1e-4)
+    assert others[0]["step_us"] <= asked["step_us"]
 
 
 def test_text_of_the_model_stays_text():
