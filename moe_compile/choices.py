@@ -105,8 +105,10 @@ def alternatives(
     """Return copies of `gm` rewritten as "auto" chooses, one for each value of `numerics`."""
     found = []
     for numerics in CHOICES["numerics"]:
-        free = FREE if numerics != "exact" else {**FREE, "batch_parts": 1}
-        asked = replace(config, **free, numerics=numerics)
+        free: dict[str, Any] = {**FREE, "numerics": numerics}
+        if numerics == "exact":
+            free["batch_parts"] = 1
+        asked = replace(config, **free)
         found.append(Rewritten.of(numerics, copy_of_graph(gm), inputs, asked))
     return found
 

@@ -19,8 +19,12 @@ from typing import Any, Final
 
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES
-from moe_compile.report.explain import headline
-from moe_compile.report.explanation_text import NOTHING_DONE, NOTHING_SEEN, ONE_GRAPH
+from moe_compile.report.explanation_text import (
+    NOTHING_DONE,
+    NOTHING_SEEN,
+    ONE_GRAPH,
+    headline,
+)
 from moe_compile.report.timelines import GraphTimeline, Run, timelines_of, trace_of
 from moe_compile.schedule.timeline_data import unpacked
 
