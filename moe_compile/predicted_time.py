@@ -125,7 +125,13 @@ class _Phase:
 
 def _phases(gm: fx.GraphModule, state: CompileState, *, is_rewritten: bool) -> list[_Phase]:
     apart = dataclasses.replace(
-        state, journal=Journal(), measures={}, nominal_sizes={}, dropped=[], on_pass_failed=None
+        state,
+        journal=Journal(),
+        measures={},
+        nominal_sizes={},
+        dropped=[],
+        on_pass_failed=None,
+        is_priced=True,
     )
     apart.withdraw(())
     apart.has_work |= is_rewritten or any(map(is_all_to_all, _nodes_of_bodies(gm)))

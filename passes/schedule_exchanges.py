@@ -82,7 +82,8 @@ class ScheduleExchanges(GraphPass):
         record_launch_order(problem.nodes[i] for i in problem.launches)
         graph.lint()
         applied, skipped = _verdicts(problem, choice)
-        state.timeline = _timeline(problem, liveness, sizes, choice, skipped)
+        if not state.is_priced:
+            state.timeline = _timeline(problem, liveness, sizes, choice, skipped)
         return PassReport(
             pass_name=self.name,
             applied=applied,

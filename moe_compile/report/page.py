@@ -88,6 +88,7 @@ def page_data(report: Mapping[str, Any]) -> dict[str, Any]:
         "notes": [line for lines in said for line in lines],
         "choices": list(report.get("choices", ())),
         "graphs": [_graph(graph, report) for graph in graphs],
+        "no_timelines": "" if graphs else _why_no_timelines(report),
         "texts": unpacked(report["graph_texts"]) if report.get("graph_texts") else [],
         "no_texts": "" if report.get("graph_texts") else _why_no_texts(),
     }
@@ -110,6 +111,15 @@ def _region(region: Mapping[str, Any]) -> dict[str, Any]:
     said = [*region["remarks"], *region["to_do"]]
     keys = ("where", "verdict", "num_chunks", "num_local_experts", "num_ranks", "num_host_reads")
     return {**{key: region[key] for key in keys}, "said": said}
+
+
+def _why_no_timelines(report: Mapping[str, Any]) -> str:
+    if any(graph["launches"] for graph in report["graphs"]):
+        return (
+            "The timelines of these graphs are not known: megamoe.schedule is off, or their code "
+            "comes from a cache without them."
+        )
+    return "No graph with collectives could be timed."
 
 
 def _why_no_texts() -> str:

@@ -39,6 +39,7 @@ from moe_compile.report.region_reports import (
     RegionReport,
 )
 from moe_compile.runtime.launch_records import RECORD_LAUNCHES, executed_records, on_first_execution
+from moe_compile.schedule.kept_timelines import kept_timeline
 from moe_compile.schedule.timeline_data import packed
 from moe_compile.source_hash import installed_version
 
@@ -181,7 +182,7 @@ def report_of(
                 "phase": g["phase"],
                 "launches": g["launches"],
                 **figures(g),
-                "timeline": g.get("timeline", ""),
+                "timeline": kept_timeline(g.get("timeline", "")),
             }
             for g in graphs
         ],

@@ -1,4 +1,4 @@
-"""Timelines of a graph as plain data, and as text that travels in a compiled graph and a report.
+"""Timelines of a graph as plain data, and as text in a report.
 
 Contract
     A timeline is JSON data, made by `schedule/timeline.py`:

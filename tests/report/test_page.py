@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections import OrderedDict
 
 import pytest
 
@@ -13,6 +14,8 @@ from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.page import page_data, page_of
 from moe_compile.report.process_report import ProcessReport, report_of
 from moe_compile.report.timelines import timelines_of
+from moe_compile.schedule import kept_timelines
+from moe_compile.schedule.kept_timelines import keep_timeline, kept_timeline
 from moe_compile.schedule.timeline_data import AFTER, AS_WRITTEN, BEFORE, packed, unpacked
 from tests.test_visible import LAYER, explained
 
@@ -51,7 +54,8 @@ def one_launch(**launch):
     nodes += [["mm", "aten::mm", "a.py:4 in forward", "product"]]
     timeline = {"nodes": nodes, "launches": [known], "runs": {BEFORE: run, AFTER: run}}
     record = {"site": HOSTILE, "phase": "forward", "launches": {}, "measures": {}}
-    return [{**record, "timeline": packed({**timeline, "uncapped_us": 9.5})}]
+    named = keep_timeline(packed({**timeline, "uncapped_us": 9.5}), is_cached=False)
+    return [{**record, "timeline": named}]
 
 
 def test_a_page_is_one_file_that_loads_nothing(page):
@@ -164,6 +168,20 @@ def test_what_auto_would_choose_has_its_predicted_gain(explanation, tmp_path):
     now = sum(graph["runs"][-1]["step_us"] for graph in graphs)
     assert asked["step_us"] == pytest.approx(now, rel=1e-4)
     assert others[0]["step_us"] <= asked["step_us"]
+
+
+def test_a_timeline_lies_beside_the_code_of_its_graph(tmp_path, monkeypatch):
+    """Another process finds it there, as it finds the code; without it the page says so."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kept_timelines, "_KNOWN", OrderedDict())
+    alone, cached = (keep_timeline(packed([i]), is_cached=bool(i)) for i in (0, 1))
+    assert len(cached) == 32 and unpacked(kept_timeline(alone)) == [0]
+    kept_timelines._KNOWN.clear()
+    assert unpacked(kept_timeline(cached)) == [1]
+    assert kept_timeline(alone) == "" == kept_timeline("")
+    record = {"site": "a.py:3", "phase": "forward", "launches": {"0": ["a"]}, "measures": {}}
+    report = report_of([], [{**record, "timeline": alone}], hardware="cpu")
+    assert "comes from a cache without them" in page_data(report)["no_timelines"]
 
 
 def test_text_of_the_model_stays_text():
