@@ -109,8 +109,8 @@ class GraphTimeline:
 
     @property
     def title(self) -> str:
-        """Return the phase and the place."""
-        return f"{self.phase} at {self.where}"
+        """Return the phase, and the place where it is known."""
+        return f"{self.phase} at {self.where}" if self.where else f"{self.phase}, line unknown"
 
     @property
     def is_rewritten(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import torch.distributed as dist
 import torch.fx as fx
 
 from moe_compile.cost.sizes import NominalSizes
@@ -26,6 +27,8 @@ DIGITS: Final = 2
 """Decimals of a microsecond that are kept."""
 NAMES: Final[Mapping[str, str]] = {HOST: ON_HOST, COMPUTE: ON_COMPUTE}
 """Names of streams for a reader; a link is `link GROUP`."""
+NO_NAMES: Final = ("", "undefined", "default_pg")
+"""Descriptions of process groups that say nothing."""
 Row = Callable[[int], int]
 """Function from a node to its row in the data."""
 
@@ -50,8 +53,8 @@ def timeline_of(
 
 
 def _named(node: fx.Node) -> list[str]:
-    operator = overload_name(node) or operator_of(node)
-    name = operator.partition("::")[2]
+    operator = overload_name(node) or operator_of(node).strip("`")
+    name = operator.rpartition("::")[2]
     kind = PRODUCT if any(part in name for part in PRODUCTS) else OTHER
     return [node.name, operator, source_place(node), ON_LINK if is_launch(node) else kind]
 
@@ -62,7 +65,7 @@ def _run(
     clock = Clock.that_keeps_spans(problem)
     memory = list(_memory(clock, liveness, order, row))
     spans = [
-        [row(s.node), _stream(s.stream), _us(s.start_us), _us(s.end_us - s.start_us)]
+        [row(s.node), stream_name(s.stream), _us(s.start_us), _us(s.end_us - s.start_us)]
         for s in clock.spans()
     ]
     times = simulate(problem, order)
@@ -100,7 +103,7 @@ def _launch(
     left = (verdicts or {}).get(node.name)
     return {
         "node": row,
-        "stream": _stream(problem.group_of[launch]),
+        "stream": stream_name(problem.group_of[launch]),
         "bytes": sizes.nbytes(value_of(node)),
         "region": (node.meta.get(ANNOTATIONS) or {}).get(REGION, ""),
         "is_moved": verdicts is not None and left is None,
@@ -109,8 +112,16 @@ def _launch(
     }
 
 
-def _stream(stream: str) -> str:
-    return NAMES.get(stream, f"link {stream}")
+def stream_name(stream: str) -> str:
+    """Return the name of a stream for a reader: a link is called as the mesh calls its group."""
+    if stream in NAMES:
+        return NAMES[stream]
+    try:
+        group = dist.distributed_c10d._resolve_process_group(stream)
+    except (RuntimeError, ValueError, KeyError):
+        return f"link {stream}"
+    said = str(group.group_desc).removeprefix("mesh_")
+    return f"link {stream}" if said in NO_NAMES else f"link {said} ({stream})"
 
 
 def _us(time: float) -> float:

@@ -6,6 +6,7 @@ import re
 from collections import OrderedDict
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
 from moe_compile.cli import main
 from moe_compile.config import CHOICES, MegaMoEConfig
@@ -16,6 +17,8 @@ from moe_compile.report.process_report import ProcessReport, report_of
 from moe_compile.report.timelines import timelines_of
 from moe_compile.schedule import kept_timelines
 from moe_compile.schedule.kept_timelines import keep_timeline, kept_timeline
+from moe_compile.schedule.simulate import COMPUTE
+from moe_compile.schedule.timeline import stream_name
 from moe_compile.schedule.timeline_data import AFTER, AS_WRITTEN, BEFORE, packed, unpacked
 from tests.test_visible import LAYER, explained
 
@@ -168,6 +171,14 @@ def test_what_auto_would_choose_has_its_predicted_gain(explanation, tmp_path):
     now = sum(graph["runs"][-1]["step_us"] for graph in graphs)
     assert asked["step_us"] == pytest.approx(now, rel=1e-4)
     assert others[0]["step_us"] <= asked["step_us"]
+
+
+def test_a_link_is_called_as_the_mesh_calls_its_group(fake_ranks):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "experts"))
+    name = mesh["experts"].get_group().group_name
+    assert stream_name(name) == f"link experts ({name})"
+    assert stream_name(fake_ranks.group_name) == f"link {fake_ranks.group_name}"
+    assert stream_name("gone") == "link gone" and stream_name(COMPUTE) == "compute"
 
 
 def test_a_timeline_lies_beside_the_code_of_its_graph(tmp_path, monkeypatch):
