@@ -6,12 +6,17 @@ import re
 from collections import OrderedDict
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_compile.cli import main
 from moe_compile.config import CHOICES, MegaMoEConfig
+from moe_compile.journal.entries import GraphText, Journal
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES
+from moe_compile.report.compilations import Compilation
+from moe_compile.report.graph_texts import texts_of
 from moe_compile.report.page import page_data, page_of
 from moe_compile.report.process_report import ProcessReport, report_of
 from moe_compile.report.timelines import timelines_of
@@ -95,6 +100,24 @@ def test_every_line_of_a_graph_that_the_model_made_names_the_users_line(explanat
     exchanges = [line for line in made if "all_to_all_single(" in line]
     places = [int(re.search(r"# visible\.py:(\d+) in forward$", line)[1]) for line in exchanges]
     assert places == [23, 27, 37]
+
+
+LINES = st.lists(st.sampled_from("abcde"), max_size=6)
+
+
+@given(st.lists(LINES, min_size=1, max_size=5))
+def test_changes_of_each_step_lead_from_the_first_lines_to_its_own(steps):
+    texts = [GraphText("joint", str(i), tuple(lines)) for i, lines in enumerate(steps)]
+    (found,) = texts_of([Compilation(site="a.py:3", journal=Journal(texts=texts))])
+    lines, after = list(found["lines"]), {"0": steps[0]}
+    for step in found["steps"]:
+        for begin, end, others in reversed(step["changes"]):
+            lines[begin:end] = others
+        after[step["step"]] = list(lines)
+    known = steps[0]
+    for i, own in enumerate(steps):
+        known = after.get(str(i), known)  # a step that changes no line is left out
+        assert known == own
 
 
 def test_times_and_peaks_of_a_timeline_are_those_of_the_report(explanation):
