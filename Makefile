@@ -14,14 +14,14 @@ TORCH := 2.13.0
 # which makes what they share once, and files that take long come first (tests/conftest.py)
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-ON_A_CPU := not gpu and not multigpu
+ON_A_CPU := not gpu and not multigpu and not browser
 QUICK := not slow and not exhaustive and $(ON_A_CPU)
 # least percentage of the product's lines that the tests of make test run
 COVERED := 85
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all test-slow test-exhaustive one-rank lanes coverage fuzz defects mutants cuda-table acceptance lint format clean
+.PHONY: train test test-all test-slow test-exhaustive docs-test one-rank lanes coverage fuzz defects mutants cuda-table acceptance lint format clean
 
 # make train RANKS=1|2|4: the same model and sequences; one rank has all experts and exchanges nothing
 RANKS ?= 2
@@ -44,6 +44,11 @@ test-slow: $(READY)
 # every style, size and routing of what the slow tests show for some
 test-exhaustive: $(READY)
 	$(PYTEST) -m "exhaustive and $(ON_A_CPU)"
+
+# the page of a report in headless Chromium: needs Debian's packages chromium and chromium-driver
+docs-test: $(READY)
+	$(PIP) --no-build-isolation -e '.[titan,dev,docs]'
+	$(BIN)/python -m pytest -m browser tests/browser
 
 # every layout of docs/layouts.md against one rank; part of test-all
 one-rank: $(READY)

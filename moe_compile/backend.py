@@ -60,6 +60,7 @@ from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted_us
 from moe_compile.read_options import read_options
 from moe_compile.report.compilations import Compilation, describe
+from moe_compile.report.page import PAGE
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import DOES_NOT_COMPILE
 from moe_compile.torch_quirks.python311_frames import with_frame_space
@@ -101,7 +102,7 @@ def megamoe(
     order = user_order(gm)
     written = AsWritten.of(gm, example_inputs) if order else None
     weights = _shapes_of_weights(gm)
-    state, compilation = rewrite(gm, config)
+    state, compilation = rewrite(gm, config, keeps_texts=config.report.endswith(PAGE))
     compilation.settings_off = settings_switched_off(state, patches)
     REPORT.add(compilation, config.report, state.hardware.name)
     state.on_pass_failed = functools.partial(REPORT.add_dropped, compilation)
@@ -172,12 +173,18 @@ def _shapes_of_weights(gm: fx.GraphModule) -> list[tuple[str, list[int]]]:
     return [(str(weight.dtype), list(map(int, weight.shape))) for weight in weights]
 
 
-def rewrite(gm: fx.GraphModule, config: MegaMoEConfig) -> tuple[CompileState, Compilation]:
-    """Run the Dynamo-level passes on `gm` in place; return the state and the compilation."""
+def rewrite(
+    gm: fx.GraphModule, config: MegaMoEConfig, *, keeps_texts: bool = False
+) -> tuple[CompileState, Compilation]:
+    """Run the Dynamo-level passes on `gm` in place; return the state and the compilation.
+
+    Where it `keeps_texts`, the journal has the texts of graphs, for a page.
+    """
     hardware = load_profile(config.hardware)
     parts = decide_parts(gm, config, rewrite) if config.batch_parts == "auto" else None
     now = config if parts is None else dataclasses.replace(config, chunks=parts.chunks)
     state = CompileState(config=now, hardware=hardware, parts=parts)
+    state.journal.texts = [] if keeps_texts else None
     state.predict = lambda graph, new: predicted_us(graph, state, is_rewritten=new)
     compilation = describe(gm, state)
     levels: list[dict[str, Any]] = []

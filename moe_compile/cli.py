@@ -15,6 +15,7 @@ from typing import Final
 
 from moe_compile.commands.calibrate import add_calibrate
 from moe_compile.commands.doctor import add_doctor
+from moe_compile.commands.explain import add_explain, explain_report
 from moe_compile.commands.options import add_options
 from moe_compile.commands.simulate import add_simulate
 from moe_compile.commands.train import add_train, train
@@ -42,7 +43,9 @@ def _main(arguments: list[str] | None) -> int:
         if known.command is None:
             parser.print_help()
             return 0
-        if known.command == "train":
+        if known.command == "explain" and known.config.endswith(".json"):
+            return explain_report(known)
+        if known.command in ("train", "explain"):
             return train(known, overrides)
         if overrides:
             known.own.error(f"it has no {overrides[0]!r}")
@@ -60,6 +63,7 @@ def new_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megamoe {installed_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_train(commands)
+    add_explain(commands)
     add_simulate(commands)
     add_doctor(commands)
     add_calibrate(commands)

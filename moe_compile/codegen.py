@@ -115,7 +115,7 @@ def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> bool
     """
     state.is_backward = any(map(is_tangent, graph.nodes))
     if level not in (POST_GRAD, RECORD, PIN):  # these come later on their graph
-        state.measures = {}
+        state.measures, state.timeline = {}, ""
     direction = "backward" if state.is_backward else "forward"
     state.graph_name = "joint" if level is JOINT else direction
     results = run_level(level, graph, state)

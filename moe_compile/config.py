@@ -165,7 +165,9 @@ class MegaMoEConfig:
     """Names of passes to leave out (docs/architecture.md lists them)."""
     report: str = ""
     """Path of a JSON report: regions, compiled graphs, and what every pass did, with reasons; ""
-    for none, and in torchtitan jobs for `report.json` in the job's folder."""
+    for none, and in torchtitan jobs for `report.json` in the job's folder. A path that ends in
+    ".html" is written as a page, with the JSON beside it and the text of every graph before and
+    after each pass (docs/visible.md#as-a-page)."""
 
     def __post_init__(self) -> None:
         """Raise InvalidConfig for a value no documented option takes."""

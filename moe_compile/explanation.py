@@ -14,33 +14,55 @@ import io
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NoReturn
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.fx as fx
 from rich.console import Console
-from torch._guards import CompileContext
+from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
 
 from moe_compile.backend import rewrite
+from moe_compile.choices import Choice, choices_of
 from moe_compile.codegen import trace_graphs
 from moe_compile.config import PREFIX, MegaMoEConfig, from_sources
 from moe_compile.graph.copied_graph import copy_of_graph
+from moe_compile.graph.query import value_of
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
+from moe_compile.predicted_time import timelines_as_written
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.explain import print_report
 from moe_compile.report.explanation_text import explanation_lines
 from moe_compile.report.graph_breaks import GraphBreak, break_at, forget_frames, graph_break
+from moe_compile.report.page import write_page
 from moe_compile.report.process_report import record_of, report_of
 
+T = TypeVar("T")
 LOG: Final = logging.getLogger(__name__)
 NO_RUN: Final = "fake"
 """torch's process group that moves nothing: models can be traced on it, not run."""
 SETTING: Final = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
 """The line with which Dynamo captures results whose length depends on data."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenGraph:
+    """A graph as Dynamo captured it, to be rewritten by other options."""
+
+    site: str
+    gm: fx.GraphModule
+    inputs: Sequence[Any]
+    config: MegaMoEConfig
+
+    def choices(self) -> Sequence[Choice]:
+        """Return how it runs as asked and as "auto" would have it, were `equal_tokens` promised."""
+        values = [value_of(node) for node in self.gm.graph.find_nodes(op="placeholder")]
+        with tracing(TracingContext(detect_fake_mode(values))):
+            return _tried(self.site, lambda: choices_of(self.gm, self.inputs, self.config))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,6 +77,8 @@ class Explanation:
     """Whether all graphs were seen."""
     if_captured: Explanation | None = None
     """Findings with `SETTING`, where a graph ends at a result of unknown length."""
+    graphs: Sequence[WrittenGraph] = ()
+    """Graphs with regions, as they were written."""
 
     def __str__(self) -> str:
         """Return the printed text."""
@@ -76,6 +100,22 @@ class Explanation:
         if self.report["regions"] or self.report["attention"]:
             print_report(self.report, console)
 
+    def html(self, path: str | os.PathLike[str], *, compare: bool = False) -> Path:
+        """Write it as one page to `path`, and a trace for Perfetto beside it; return the path.
+
+        Times, memory and graphs before and after each pass are in it. Where it is to `compare`,
+        graphs with regions are traced as "auto" would have them for each value of `numerics`, too;
+        on the ranks that the model was explained on. Where a graph ends at a result of unknown
+        length the page is of the findings as the model is compiled now.
+        """
+        page = Path(path)
+        found = {**self.report, "graph_breaks": list(self.breaks)}
+        if compare:
+            choices = [one for graph in self.graphs for one in graph.choices()]
+            found["choices"] = [asdict(one) for one in choices]
+        write_page(found, page)
+        return page
+
     def _print_lines(self, console: Console, title: str) -> None:
         exchanges, whole = self.report["exchanges"], self.is_whole
         for line in explanation_lines(
@@ -96,6 +136,9 @@ class _Seen:
     """Whether a graph ends at a result whose length depends on data."""
     compilations: list[Compilation] = field(default_factory=list)
     records: list[dict[str, Any]] = field(default_factory=list)
+    graphs: list[WrittenGraph] = field(default_factory=list)
+    as_written: list[dict[str, str]] = field(default_factory=list)
+    """Timelines of graphs before any pass, as a report has them."""
     breaks: dict[str, None] = field(default_factory=dict)
 
     def note(self, broken: GraphBreak) -> None:
@@ -104,23 +147,31 @@ class _Seen:
         self.ends_at_length |= broken.is_of_unknown_length
 
     def look_at(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        """Run the passes on a copy of `gm` and record their findings."""
+        """Run the passes on a copy of `gm` and record their findings, and the graph's timelines."""
         self.num_graphs += 1
         if (broken := graph_break(gm)) is not None:
             self.note(broken)
         if not user_order(gm):
             return
         copied = copy_of_graph(gm)
-        state, compilation = rewrite(copied, self.config)
+        state, compilation = rewrite(copied, self.config, keeps_texts=True)
         self.compilations.append(compilation)
-        if not state.has_work:
-            return
-        try:
-            graphs = trace_graphs(copied, inputs, state)
-        except Exception as error:  # noqa: BLE001  (times are beside the point: what is found is)
-            LOG.warning("megamoe: no times are predicted of %s: %s", compilation.site, error)
-            return
+        if compilation.has_regions:
+            written = WrittenGraph(compilation.site, copy_of_graph(gm), inputs, self.config)
+            self.graphs.append(written)
+        self.as_written += _tried(state.site, lambda: timelines_as_written(gm, inputs, state))
+        graphs = _tried(
+            state.site, lambda: trace_graphs(copied, inputs, state) if state.has_work else ()
+        )
         self.records += [record for one in graphs if (record := record_of(one.graph))]
+
+
+def _tried(site: str, trace: Callable[[], Sequence[T]]) -> Sequence[T]:
+    try:
+        return trace()
+    except Exception as error:  # noqa: BLE001  (times are beside the point: what is found is)
+        LOG.warning("megamoe: no times are predicted of %s: %s", site, error)
+        return ()
 
 
 class _Captured(BaseException):
@@ -155,10 +206,16 @@ def _as_written(model: Any) -> Any:
 def _explanation(seen: _Seen) -> Explanation:
     hardware = load_profile(seen.config.hardware).name
     return Explanation(
-        report=report_of(seen.compilations, seen.records, hardware=hardware),
+        report=report_of(
+            seen.compilations,
+            seen.records,
+            hardware=hardware,
+            as_written=seen.as_written,
+        ),
         breaks=list(seen.breaks),
         num_graphs=seen.num_graphs,
         is_whole=seen.is_whole,
+        graphs=seen.graphs,
     )
 
 

@@ -10,8 +10,9 @@ Contract
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch.fx as fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -21,6 +22,7 @@ from moe_compile.cost.amounts import Amounts
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.rates import perturbed_profiles
 from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import is_all_to_all, value_of
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Journal
@@ -28,6 +30,8 @@ from moe_compile.plan.state import CompileState
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate
+from moe_compile.schedule.timeline import timeline_of
+from moe_compile.schedule.timeline_data import AS_WRITTEN, packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +69,28 @@ def predicted(gm: fx.GraphModule, state: CompileState) -> Predicted:
     )
 
 
+PHASES: Final = ("forward", "backward")
+
+
+def timelines_as_written(
+    gm: fx.GraphModule, inputs: Sequence[Any], state: CompileState
+) -> list[dict[str, str]]:
+    """Return the timelines of a program without any pass, as a report has them.
+
+    `state` is that of the compilation of the same program, for its place and options.
+    """
+    found = []
+    plain = CompileState(config=state.config, hardware=state.hardware)
+    for phase, traced in zip(
+        PHASES, trace_graphs(copy_of_graph(gm), inputs, plain, ()), strict=False
+    ):
+        sizes = NominalSizes(plain.nominal_sizes)
+        sizes.learn(traced.graph)
+        timeline = _Phase(traced.graph, sizes, plain).timeline()
+        found.append({"where": state.site, "phase": phase, "timeline": timeline})
+    return found
+
+
 class _Phase:
     """The forward or the backward graph, in its order."""
 
@@ -87,6 +113,11 @@ class _Phase:
         )
         return simulate(priced, range(len(nodes))).step_us
 
+    def timeline(self) -> str:
+        order = range(len(self._problem.nodes))
+        liveness = Liveness.of(self._problem.nodes, self._sizes)
+        return packed(timeline_of(self._problem, liveness, self._sizes, {AS_WRITTEN: order}))
+
     def peak_bytes(self) -> int:
         nodes = self._problem.nodes
         return Liveness.of(nodes, self._sizes).peak_bytes(range(len(nodes)))
@@ -94,7 +125,13 @@ class _Phase:
 
 def _phases(gm: fx.GraphModule, state: CompileState, *, is_rewritten: bool) -> list[_Phase]:
     apart = dataclasses.replace(
-        state, journal=Journal(), measures={}, nominal_sizes={}, dropped=[], on_pass_failed=None
+        state,
+        journal=Journal(),
+        measures={},
+        nominal_sizes={},
+        dropped=[],
+        on_pass_failed=None,
+        is_priced=True,
     )
     apart.withdraw(())
     apart.has_work |= is_rewritten or any(map(is_all_to_all, _nodes_of_bodies(gm)))

@@ -7,7 +7,8 @@ Contract
     A pass that needs a fact of a dropped pass is left out as well, and the report says so.
     Facts of a graph (`CompileState.facts_of`) are forgotten once a pass has changed it.
     `TORCH_LOGS=+passes.pipeline` prints the graph before a level, and after each pass that changed
-    it; under `TORCH_TRACE` tlparse shows the same as artifacts `megamoe_<graph>_<step>`.
+    it; under `TORCH_TRACE` tlparse shows the same as artifacts `megamoe_<graph>_<step>`; where a
+    page is asked for the journal keeps their texts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from moe_compile.entry_points import REWRITES, installed
 from moe_compile.errors import ContractViolation, InvalidConfig, MegaMoEError, nearest
 from moe_compile.graph.modes import without_saved_tensors_hooks
 from moe_compile.graph.snapshot import Snapshot
-from moe_compile.journal.entries import Dropped, PassReport
+from moe_compile.graph.text import lines_of
+from moe_compile.journal.entries import Dropped, GraphText, PassReport
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.compress_gradients import CompressGradients
@@ -177,6 +179,7 @@ def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassRe
     known = level.given
     state.facts_of(graph).forget()
     _show(graph, state, f"before_{level.passes[0].name}")
+    _keep_text(graph, state, "")
     for p in level.passes:
         if f"{p.name} {state.graph_name}" in state.dropped:
             continue
@@ -191,6 +194,7 @@ def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassRe
             state.measures.update(result.measures)
             if result.changed:
                 _show(graph, state, f"after_{p.name}")
+                _keep_text(graph, state, p.name)
         state.journal.add(state.graph_name, result)
         results.append(result)
     return results
@@ -205,6 +209,11 @@ def _show(graph: fx.Graph, state: CompileState, step: str) -> None:
         metadata_fn=lambda: {"name": name, "encoding": "string"},
         payload_fn=lambda: str(graph),
     )
+
+
+def _keep_text(graph: fx.Graph, state: CompileState, step: str) -> None:
+    if state.journal.texts is not None:
+        state.journal.texts.append(GraphText(state.graph_name, step, lines_of(graph)))
 
 
 def _run_one(p: GraphPass, graph: fx.Graph, state: CompileState) -> PassReport | Dropped:

@@ -4,7 +4,8 @@ Contract
     Requires  FUNCTIONAL.
     Keeps     every value; adds one host-side call at the head of a graph that launches anything.
 
-The record travels inside the compiled graph, so a graph from a cache brings its own.
+The record travels inside the compiled graph, so a graph from a cache brings its own. It has the
+name of the graph's timeline, which is too long for a text that every call hands over.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from moe_compile.runtime.launch_records import RECORD_LAUNCHES
+from moe_compile.schedule.kept_timelines import keep_timeline
 from passes.contract import Fact, GraphPass
 
 
@@ -53,6 +55,7 @@ def _record(graph: fx.Graph, state: CompileState) -> dict[str, Any]:
         "launches": {group: list(launches) for group, launches in sorted(order.items())},
         "numbers": launch_numbers(graph),
         "measures": {key: round(value, 3) for key, value in sorted(state.measures.items())},
+        "timeline": keep_timeline(state.timeline, is_cached=state.config.codegen == "inductor"),
     }
 
 

@@ -36,6 +36,8 @@ from moe_compile.schedule.choose_schedule import ChosenOrder, choose_schedule
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import least_exposed_us, simulate
+from moe_compile.schedule.timeline import timeline_of
+from moe_compile.schedule.timeline_data import AFTER, BEFORE, packed
 from passes.contract import Fact, GraphPass
 
 HIDDEN: Final = "as much compute as is useful already runs between launch and wait"
@@ -80,12 +82,30 @@ class ScheduleExchanges(GraphPass):
         record_launch_order(problem.nodes[i] for i in problem.launches)
         graph.lint()
         applied, skipped = _verdicts(problem, choice)
+        if not state.is_priced:
+            state.timeline = _timeline(problem, liveness, sizes, choice, skipped)
         return PassReport(
             pass_name=self.name,
             applied=applied,
             skipped=skipped,
             measures={**_measures(problem, choice), **_bounds(costs)},
         )
+
+
+def _timeline(
+    problem: ScheduleProblem,
+    liveness: Liveness,
+    sizes: NominalSizes,
+    choice: ChosenOrder,
+    skipped: Sequence[Verdict],
+) -> str:
+    """Return the packed timeline of the graph as it came and as it is now."""
+    orders = {BEFORE: choice.as_it_came.order, AFTER: choice.chosen.order}
+    verdicts = {verdict.candidate: verdict for verdict in skipped}
+    found = timeline_of(problem, liveness, sizes, orders, verdicts)
+    if choice.is_capped:
+        found["uncapped_us"] = round(simulate(problem, choice.fastest.order).step_us, 3)
+    return packed(found)
 
 
 def _verdicts(

@@ -23,6 +23,20 @@ class Expert(nn.Module):
         return (F.silu(x @ self.gate) * (x @ self.up)) @ self.down
 
 
+class Linear(torch.autograd.Function):
+    """A product whose weight gradient is written by hand."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
 class ListOfExperts(Routed):
     """Experts in an `nn.ModuleList`; `run` puts the rows of each where they came from."""
 

@@ -20,7 +20,7 @@ from moe_compile.hardware.cluster import load_cluster
 from moe_compile.simulator import checks, setups
 from moe_compile.simulator import cluster_tables as tables
 from moe_compile.simulator.checks import FIGURE_14_GAINS, RATIO, Check, Row
-from moe_compile.simulator.cluster_timeline import LEGEND, chrome_trace
+from moe_compile.simulator.cluster_timeline import LEGEND, layer_trace
 from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
 from moe_compile.simulator.layer_tasks import time_layer
 from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Method
@@ -211,7 +211,7 @@ def _write_timeline(known: argparse.Namespace, setting: Setting) -> list[str]:
         raise InvalidConfig(f"--timeline {path} cannot be written: {why}")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
-        path.write_text(json.dumps(chrome_trace(layers)))
+        path.write_text(json.dumps(layer_trace(layers)))
     elif path.suffix == ".png":
         _picture().draw_timelines(layers, f"{setting.model.name} on {setting.profile.name}", path)
     else:

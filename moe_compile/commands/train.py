@@ -19,9 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from moe_compile.commands.explain import tell, tell_of_page, tell_of_picture
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
 from moe_compile.report.explanation_text import why_nothing_was_rewritten
+from moe_compile.report.page import PAGE, json_of
 from torchtitan_integration.job_checks import (
     checked_ranks,
     folder_faults,
@@ -107,10 +109,11 @@ def add_train(commands: Any) -> None:
         help='in a dry run: show what "auto" would choose for each value of megamoe.numerics '
         "too, in two to three times as long",
     )
+    train.set_defaults(html=None)
 
 
 def train(known: argparse.Namespace, overrides: list[str]) -> int:
-    """Run the subcommand; return the exit status. Raises InvalidConfig."""
+    """Run the subcommand, or `explain` of a job; return the exit status. Raises InvalidConfig."""
     if known.dry_run and known.nproc:
         raise InvalidConfig(
             f"--dry-run starts no process: for another number of ranks write --world {known.nproc}"
@@ -127,7 +130,7 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
     for note in notes_on(job):
         _say(f"note: {note}")
     if known.dry_run:
-        return _dry_run(job, ranks, compares=known.compare)
+        return _dry_run(job, ranks, known)
     return _train(job, ranks, overrides, verbose=known.verbose)
 
 
@@ -141,10 +144,12 @@ def _say(text: str) -> None:
     print(f"megamoe: {text}", file=sys.stderr, flush=True)  # noqa: T201  (the user's terminal)
 
 
-def _dry_run(job: JobFile, world: int, *, compares: bool) -> int:
+def _dry_run(job: JobFile, world: int, known: argparse.Namespace) -> int:
     importlib.import_module("torchtitan_integration.cpu_launcher").prepare_torch()
     entry = importlib.import_module("torchtitan_integration.dry_run.run")  # after the work-arounds
-    entry.dry_run(job, world, compares=compares)
+    report = entry.dry_run(job, world, compares=known.compare, has_page=known.html is not None)
+    if known.command == "explain":
+        tell(report, known.html)
     return 0
 
 
@@ -153,7 +158,7 @@ def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> 
     folder = Path(job.read("job.dump_folder", "outputs"))
     logs = folder / "ranks"
     drop_old(logs)
-    report = Path(job.read("megamoe.report") or folder / REPORT_FILE)
+    report = json_of(Path(job.read("megamoe.report") or folder / REPORT_FILE))
     before = _written(report)
     command = train_command(job.path, ranks, overrides, logs, shown_rank=rank_with_loss(job, ranks))
     output = RunOutput(verbose=verbose, on_cpu=uses_cpu(ranks))
@@ -186,6 +191,9 @@ def _show_report(
         print_report(written, verbose=verbose)
     what = "what was compiled before the job failed" if has_failed else "this report"
     print(f"megamoe: {what} as JSON: {report}", flush=True)  # noqa: T201  (the user's terminal)
+    if not has_failed:
+        tell_of_page(written, report.with_suffix(PAGE))
+        tell_of_picture(written, report.with_suffix(".png"))
     if why := keep_report(report, logs):
         _say(f"the next run in this folder overwrites the report, which could not be copied: {why}")
 

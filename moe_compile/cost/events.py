@@ -31,6 +31,8 @@ class Served:
     """Time the task takes alone."""
     end: float = math.inf
     """inf until no later task can move it; `Streams.end_of` knows it as it stands."""
+    start: float = math.inf
+    """inf while it is queued; known once `Streams.end_of` has been asked."""
 
 
 class Streams:
@@ -57,7 +59,7 @@ class Streams:
         if self._is_free:
             start = max(ready, self._free_at.get(stream, 0.0))
             self._free_at[stream] = start + work
-            return Served(work, start + work)
+            return Served(work, start + work, start)
         self._settle(ready)
         task = Served(work)
         self._state.give(stream, task)
@@ -186,6 +188,7 @@ class _State:
         return min(self.running, key=lambda stream: self.running[stream].end)
 
     def _start(self, stream: str, task: Served) -> None:
+        task.start = self.now
         self.running[stream], self.tasks[stream] = RunningTask.from_now(self.now, task.work), task
 
     def _set_rates(self) -> None:

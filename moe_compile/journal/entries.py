@@ -95,12 +95,26 @@ class Dropped:
         return self.detail if self.is_failure else self.reason.said(self.detail)
 
 
+@dataclass(frozen=True, slots=True)
+class GraphText:
+    """The text of a graph at one step of its compilation."""
+
+    graph: str
+    """Name of the graph, as in the records of a journal."""
+    step: str
+    """Name of the pass that changed it; "" before the passes of a level."""
+    lines: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class Journal:
     """Reports of the passes of one compilation, in the order they ran."""
 
     records: list[tuple[str, PassReport | Dropped]] = field(default_factory=list)
     """Reports, each with its graph: `dynamo`, a body in it, `joint`, `forward` or `backward`."""
+    texts: list[GraphText] | None = None
+    """Texts of graphs before each level, and after each pass that changed one; None where no page
+    is asked for."""
 
     def add(self, graph: str, result: PassReport | Dropped) -> None:
         """Add the report of one pass on one graph."""

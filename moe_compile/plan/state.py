@@ -81,6 +81,11 @@ class CompileState:
     """Process groups of regions whose tokens are gathered, of the whole compilation."""
     measures: dict[str, float] = field(default_factory=dict)
     """Figures from the passes that ran on the AOTAutograd graph at hand."""
+    is_priced: bool = False
+    """Whether the graphs are traced for a price alone: nobody looks at their timelines."""
+    timeline: str = ""
+    """Packed timeline of the AOTAutograd graph at hand (`schedule/timeline.py`); "" where its
+    launches are not scheduled."""
     is_backward: bool = False
     """Whether the AOTAutograd graph at hand is the backward one."""
     nominal_sizes: dict[str, int] = field(default_factory=dict)

@@ -16,6 +16,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from moe_compile.report.explanation_text import headline
+
 LOG_WIDTH: Final = 120
 """Width where the output is a file, no terminal, and of tables that are asked for."""
 TABLES_FROM: Final = 112
@@ -40,22 +42,6 @@ def print_report(
     if not is_wide:
         console.width = LOG_WIDTH
     _print_tables(report, console)
-
-
-def headline(report: Mapping[str, Any]) -> str:
-    """Return a line on exposed communication per block, before and now; "" without exchanges."""
-    timed = [g for g in report["graphs"] if {"exposed_us", "exposed_us_before"} <= g.keys()]
-    timed = [g for g in timed if g.get("exchange_us")]
-    if not timed:
-        return ""
-    blocks = len({g["where"] for g in timed})
-    before, now = (
-        sum(g[k] for g in timed) / blocks / 1e3 for k in ("exposed_us_before", "exposed_us")
-    )
-    return (
-        f"megamoe: exposed {before:.1f} -> {now:.1f} ms per block, predicted for hardware profile "
-        f"{report['hardware']!r}"
-    )
 
 
 def short_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""The findings in words: each exchange, where graphs break, and why nothing was rewritten.
+"""The findings in words: the gain, each exchange, where graphs break, why nothing was rewritten.
 
 Contract
-    Reads JSON data; imports no torch.
+    Reads JSON data; imports no torch, and no package that draws tables.
     Why nothing was rewritten is one sentence, the first reason met; "" where something was.
 """
 
@@ -72,6 +72,22 @@ def _pair(word: str, text: str) -> Iterator[str]:
     first, *others = textwrap.wrap(text, WIDTH - INDENT, break_long_words=False)
     yield f"  {word:<{INDENT - 2}}{first}"
     yield from (" " * INDENT + line for line in others)
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """Return a line on exposed communication per block, before and now; "" without exchanges."""
+    timed = [g for g in report["graphs"] if {"exposed_us", "exposed_us_before"} <= g.keys()]
+    timed = [g for g in timed if g.get("exchange_us")]
+    if not timed:
+        return ""
+    blocks = len({g["where"] for g in timed})
+    before, now = (
+        sum(g[k] for g in timed) / blocks / 1e3 for k in ("exposed_us_before", "exposed_us")
+    )
+    return (
+        f"megamoe: exposed {before:.1f} -> {now:.1f} ms per block, predicted for hardware profile "
+        f"{report['hardware']!r}"
+    )
 
 
 NOT_COMPILED: Final = "Dynamo gave megamoe no graph"

@@ -28,6 +28,8 @@ import torch.fx as fx
 from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.graph_breaks import frames_left_out, warning_of
+from moe_compile.report.graph_texts import texts_of
+from moe_compile.report.page import PAGE, json_of, write_page, write_whole
 from moe_compile.report.region_reports import (
     ALL_GATHERED,
     AS_WRITTEN,
@@ -37,6 +39,8 @@ from moe_compile.report.region_reports import (
     RegionReport,
 )
 from moe_compile.runtime.launch_records import RECORD_LAUNCHES, executed_records, on_first_execution
+from moe_compile.schedule.kept_timelines import kept_timeline
+from moe_compile.schedule.timeline_data import packed
 from moe_compile.source_hash import installed_version
 
 LOG: Final = logging.getLogger(__name__)
@@ -137,13 +141,10 @@ class ProcessReport:
                 self._unwritable.add(path)
 
     def _write_to(self, path: Path) -> None:
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        report = self.as_dict()
+        write_whole(json_of(path), json.dumps(report, indent=2) + "\n")
+        if path.suffix == PAGE:
+            write_page(report, path)
 
 
 def report_of(
@@ -154,8 +155,12 @@ def report_of(
     warnings: Sequence[str] = (),
     graph_breaks: Sequence[str] = (),
     num_graphs: int = 1,
+    as_written: Sequence[Mapping[str, str]] = (),
 ) -> dict[str, Any]:
-    """Return a report as JSON data; `graphs` are the records of compiled graphs."""
+    """Return a report as JSON data; `graphs` are the records of compiled graphs.
+
+    `as_written` are timelines of graphs before any pass, which a job does not have.
+    """
     return {
         "versions": {"megamoe": installed_version(), "torch": torch.__version__},
         "hardware": hardware,
@@ -172,9 +177,17 @@ def report_of(
         "rewrites": sorted({x for c in compilations for x in c.rewrites}),
         "passes": [{"where": c.site, **data} for c in compilations for data in c.journal.as_data()],
         "graphs": [
-            {"where": g["site"], "phase": g["phase"], "launches": g["launches"], **figures(g)}
+            {
+                "where": g["site"],
+                "phase": g["phase"],
+                "launches": g["launches"],
+                **figures(g),
+                "timeline": kept_timeline(g.get("timeline", "")),
+            }
             for g in graphs
         ],
+        "as_written": list(as_written),
+        "graph_texts": packed(texts) if (texts := texts_of(compilations)) else "",
         "compilations": sum(c.has_regions for c in compilations),
         "recompiles": _num_recompiles(compilations),
         "num_graphs": num_graphs,

@@ -84,6 +84,8 @@ class ChosenOrder:
     as_it_came: CandidateOrder
     is_capped: bool
     """Whether memory forbade a faster schedule."""
+    fastest: CandidateOrder
+    """The fastest of all, whatever it holds."""
 
 
 def choose_schedule(
@@ -119,7 +121,7 @@ def choose_schedule(
     early = _candidate(problem, liveness, launch_early(problem, best.order))
     fits = early.peak_bytes <= max(best.peak_bytes, allowed)
     chosen = early if fits and _ties(early, best) else best
-    return ChosenOrder(chosen=chosen, as_it_came=came, is_capped=is_capped)
+    return ChosenOrder(chosen=chosen, as_it_came=came, is_capped=is_capped, fastest=fastest)
 
 
 def side_by_side(problem: ScheduleProblem) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -56,21 +56,25 @@ class Liveness:
 
     def peak_bytes(self, order: Sequence[int]) -> int:
         """Return the largest sum of live bytes when nodes run in `order`."""
+        return max((during for during, _ in self.live_bytes(order)), default=0)
+
+    def live_bytes(self, order: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield the live bytes during each node of `order`, and those that it leaves."""
         last: dict[int, int] = {}
         for step, node in enumerate(order):
             for storage in self.uses[node]:
                 last[storage] = step
         size: dict[int, int] = {}
-        live = peak = 0
+        live = 0
         for step, node in enumerate(order):
             for storage, nbytes in self.allocates[node]:
                 size[storage] = nbytes
                 live += nbytes
-            peak = max(peak, live)
+            during = live
             for storage in self.uses[node]:
                 if last[storage] == step:
                     live -= size.get(storage, 0)
-        return peak
+            yield during, live
 
 
 def _sent(node: fx.Node) -> tuple[fx.Node, ...]:

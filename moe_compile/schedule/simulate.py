@@ -29,7 +29,7 @@ Why it holds
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,6 +38,8 @@ from moe_compile.schedule.schedule_problem import ScheduleProblem
 
 COMPUTE: Final = "<compute>"
 """Name of the compute stream; a link has the name of its group."""
+HOST: Final = "<host>"
+"""Name of the host among the streams of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +64,16 @@ class Timeline:
         return max(0.0, self.step_us - self.compute_us)
 
 
+@dataclass(frozen=True, slots=True)
+class NodeSpan:
+    """Time that one node takes on one stream; times in microseconds."""
+
+    node: int
+    stream: str
+    start_us: float
+    end_us: float
+
+
 class Clock:
     """The state of stream and links while nodes run one after another."""
 
@@ -82,6 +94,25 @@ class Clock:
         self._last: dict[str, Served] = {}
         """Group -> its last exchange."""
         self._streams = Streams(COMPUTE, problem.contention, problem.overlap_slowdown)
+        self._runs: list[tuple[int, str, Served]] | None = None
+        """Node, stream and task of all that ran, where `spans` are asked for."""
+
+    @classmethod
+    def that_keeps_spans(cls, problem: ScheduleProblem) -> Clock:
+        """Return a clock that knows its `spans` afterwards."""
+        clock = cls(problem)
+        clock._runs = []
+        return clock
+
+    def spans(self) -> Iterator[NodeSpan]:
+        """Yield what ran when, each stream in order of start; of a clock `that_keeps_spans`."""
+        for node, stream, served in self._runs or ():
+            end_us = self._streams.end_of(served)
+            yield NodeSpan(node, stream, served.start, end_us)
+
+    def _keep(self, node: int, stream: str, served: Served) -> None:
+        if self._runs is not None:
+            self._runs.append((node, stream, served))
 
     def run(self, node: int) -> None:
         """Run one node at the earliest time allowed."""
@@ -92,11 +123,13 @@ class Clock:
         self._pass_host(node)
         if compute_us := problem.compute_us[node]:
             served = self._streams.serve(COMPUTE, self.now_us, compute_us)
+            self._keep(node, COMPUTE, served)
             self.now_us = self._streams.end_of(served)
         group = problem.group_of.get(node)
         if group is not None:
             exchange_us = problem.link_us[node] * self.link_factor
             served = self._streams.serve(group, self.now_us, exchange_us)
+            self._keep(node, group, served)
             self._exchanges[node] = self._last[group] = served
 
     def _pass_host(self, node: int) -> None:
@@ -104,6 +137,7 @@ class Clock:
         if node in self.problem.reads:
             self.host_us = max(self.host_us, self.now_us)
         if host_us := self.problem.host_us[node]:
+            self._keep(node, HOST, Served(host_us, self.host_us + host_us, self.host_us))
             self.host_us += host_us
             waited_us = max(0.0, self.host_us - self.now_us)
             self.now_us = max(self.now_us, self.host_us)

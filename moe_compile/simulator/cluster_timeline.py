@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from moe_compile.cost.tasks import COMPUTE, NODE_LINK, STREAMS, Span
+from moe_compile.report.chrome_trace import TracedProcess, TracedSpan, chrome_trace
 from moe_compile.simulator.layer_tasks import LayerTime
 
 FORWARD: Final = "forward"
@@ -54,28 +55,24 @@ def streams_of(layer: LayerTime) -> tuple[str, ...]:
     return tuple(stream for stream in STREAMS if stream != NODE_LINK or stream in used)
 
 
-def chrome_trace(layers: Mapping[str, LayerTime]) -> dict[str, Any]:
+def layer_trace(layers: Mapping[str, LayerTime]) -> dict[str, Any]:
     """Return the trace of each schedule by name, in the trace event format."""
-    events: list[dict[str, Any]] = []
-    for process, (schedule, layer) in enumerate(layers.items()):
-        events.append(_name("process_name", process, 0, f"{schedule} (predicted)"))
-        for thread, stream in enumerate(streams_of(layer)):
-            events.append(_name("thread_name", process, thread, stream))
-        events.extend(_event(span, process) for span in placed_spans(layer))
-    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"legend": LEGEND}}
+    processes = [
+        TracedProcess(
+            name=f"{schedule} (predicted)",
+            streams=streams_of(layer),
+            spans=[*map(_traced, placed_spans(layer))],
+        )
+        for schedule, layer in layers.items()
+    ]
+    return chrome_trace(processes, LEGEND)
 
 
-def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _event(span: Span, process: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": kind_of(span),
-        "pid": process,
-        "tid": STREAMS.index(span.stream),
-        "ts": span.start_us,
-        "dur": span.end_us - span.start_us,
-    }
+def _traced(span: Span) -> TracedSpan:
+    return TracedSpan(
+        name=span.name,
+        kind=kind_of(span),
+        stream=STREAMS.index(span.stream),
+        start_us=span.start_us,
+        us=span.end_us - span.start_us,
+    )

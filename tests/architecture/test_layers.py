@@ -43,6 +43,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.read_options",
         "moe_compile.torch_quirks",
         "moe_compile.backend",
+        "moe_compile.choices",
         "moe_compile.explanation",
     ),
     ("moe_compile.simulator",),

@@ -17,9 +17,11 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.cli import main
 from moe_compile.errors import InvalidConfig
+from moe_compile.schedule.timeline_data import AFTER, AS_WRITTEN, BEFORE
 from moe_compile.testing.rank_pool import RankPool
 from tests.integration.conftest import work_around
 from tests.integration.titan_jobs import CONFIG, flags_of
+from tests.report.test_page import data_of
 from torchtitan_integration.dry_run.layers import beside
 from torchtitan_integration.dry_run.memory import (
     ModelState,
@@ -68,6 +70,21 @@ def dry_run(process):
         return out if status == 0 else errors
 
     return run
+
+
+def test_a_job_is_explained_as_a_page(process, tmp_path):
+    """The page has the program as it is written beside what the dry run prints."""
+    page = tmp_path / "job.html"
+    arguments = ["explain", str(CONFIG), "--html", str(page)]
+    ((status, out, errors),) = process.run(run_here, arguments)
+    assert status == 0, errors[-3000:]
+    assert "Memory of one GPU" in out and "1 exchange, 1 found" in out and str(page) in out
+    data = data_of(page.read_text())
+    assert [graph["phase"] for graph in data["graphs"]] == ["forward", "backward"]
+    for graph in data["graphs"]:
+        assert [run["name"] for run in graph["runs"]] == [AS_WRITTEN, BEFORE, AFTER]
+        assert all("expert_parallel.py" in launch["where"] for launch in graph["launches"])
+    assert {"dynamo", "joint", "forward", "backward"} <= {t["graph"] for t in data["texts"]}
 
 
 def cells(output, label):

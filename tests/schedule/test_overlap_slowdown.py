@@ -1,5 +1,6 @@
 """Collectives are slower beside compute, as long as it runs; no order is faster for it."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_compile.schedule.list_schedule import Policy, list_schedule, nearest_launch
 from moe_compile.schedule.schedule_problem import ScheduleProblem
-from moe_compile.schedule.simulate import simulate
+from moe_compile.schedule.simulate import COMPUTE, Clock, simulate
 from tests.schedule.test_list_schedule import exchange, letters, traced
 
 SHARES = st.sampled_from([0.0, 0.2, 0.4, 1.5])
@@ -104,3 +105,25 @@ def test_a_scheduler_does_not_take_an_exchange_to_be_over_that_compute_put_off()
     slower = replace(problem, overlap_slowdown={group: 0.5})
     found = [letters(p, list_schedule(p, Policy(key=nearest_launch))) for p in (problem, slower)]
     assert [text[: text.index("W")] for text in found] == ["L" + "m" * 4, "L" + "m" * 5]
+
+
+@given(orders(), SHARES, SHARES, SHARES)
+def test_spans_of_a_run_are_those_of_its_time(steps, contention, near, far):
+    """Each takes its work and at most the slowdown of it; a stream serves one at a time."""
+    problem = problem_in_order(steps, contention, near=near, far=far)
+    clock = Clock.that_keeps_spans(problem)
+    for node in range(len(steps)):
+        clock.run(node)
+    spans = list(clock.spans())
+    work = {i: step for i, step in enumerate(steps) if isinstance(step, float) and step}
+    work |= {i: step[1] for i, step in enumerate(steps) if isinstance(step, tuple)}
+    assert {span.node for span in spans} == set(work)
+    slowest = {COMPUTE: contention, "near": near, "far": far}
+    for span in spans:
+        least, length = work[span.node], span.end_us - span.start_us
+        assert least - 1e-6 <= length <= least * (1 + slowest[span.stream]) + 1e-6
+    for stream in slowest:
+        own = [span for span in spans if span.stream == stream]
+        assert all(a.end_us <= b.start_us + 1e-6 for a, b in itertools.pairwise(own))
+    ends = max((span.end_us for span in spans), default=0.0)
+    assert ends == pytest.approx(time_of(problem).step_us)

@@ -3,9 +3,6 @@
 Contract
     The block is compiled as training compiles it, up to the point where code would be generated:
     same capture, same passes, same options. Sizes that only a run knows count as balanced routing.
-    The choices of "auto" are traced for each value of the option `numerics`: options that take
-    "auto" have it, except `batch_parts`. That and all other options are as the job sets them, and
-    `batch_parts` is 1 where sums may not be in another order.
 
 `beside` runs functions in copies of this process while it goes on.
 A copy sees all that this process had when they began, graphs and modes included, and changes
@@ -32,9 +29,8 @@ import torch
 import torch.fx as fx
 from torch._dynamo.exc import BackendCompilerFailed
 
-from moe_compile.backend import rewrite
-from moe_compile.codegen import trace_both
-from moe_compile.config import CHOICES, MegaMoEConfig, from_sources, split_options
+from moe_compile.choices import Choice, Rewritten, alternatives
+from moe_compile.config import from_sources, split_options
 from moe_compile.cost.amounts import amounts_of, ranks_of
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.copied_graph import copy_of_graph
@@ -46,13 +42,10 @@ from moe_compile.graph.query import (
     tensor_of,
 )
 from moe_compile.hardware.collectives import spread_of
-from moe_compile.plan.chunk_numbers import NumericalChange
-from moe_compile.plan.state import CompileState
+from moe_compile.predicted_time import timelines_as_written
 from moe_compile.report.compilations import Compilation
-from moe_compile.report.process_report import predicted_measures
+from moe_compile.report.process_report import predicted_measures, record_of
 from moe_compile.runtime.node_groups import ranks_of_a_node
-from passes.fuse_token_sums import FuseTokenSums
-from passes.split_batch import SplitBatch
 from torchtitan_integration.dry_run.world import (
     FakeRank,
     call_of_graph,
@@ -61,105 +54,6 @@ from torchtitan_integration.dry_run.world import (
 )
 from torchtitan_integration.parallelize import apply_model_parallelism, backend_options
 from torchtitan_integration.rank import with_parent
-
-FREE: Final[Mapping[str, Any]] = {
-    "chunks": "auto",
-    "chunk_edges": "auto",
-    "attention_chunks": "auto",
-    "dispatch": "auto",
-    "dispatch_wire": "auto",
-    "combine_wire": "auto",
-    "nodes": "auto",
-}
-
-STEP: Final = ("compute_us", "exposed_us")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """One way to run a block."""
-
-    name: str
-    """Value of `numerics`, or "as asked" for the job's own options."""
-    what: str
-    step_us: float
-    """Predicted time of forward and backward."""
-    exposed_us: float
-    least_us: float
-    """The least of it that any order of the same graphs could have."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rewritten:
-    """A block as the passes on Dynamo's graph have rewritten it, to be traced."""
-
-    name: str
-    """Name of the choice (`Choice.name`)."""
-    what: str
-    gm: fx.GraphModule
-    inputs: Sequence[Any]
-    state: CompileState
-    compilation: Compilation
-
-    @classmethod
-    def of(
-        cls, name: str, gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig
-    ) -> Rewritten:
-        """Return `gm` rewritten as `config` says: the graph itself is changed."""
-        state, compilation = rewrite(gm, config)
-        what = _described(compilation, state)
-        return cls(name=name, what=what, gm=gm, inputs=inputs, state=state, compilation=compilation)
-
-    def traced(self) -> list[fx.GraphModule]:
-        """Return the graphs of forward and backward."""
-        return [*trace_both(self.gm, self.inputs, self.state)]
-
-    def measured(self) -> list[dict[str, float]]:
-        """Return the predicted measures of forward and backward."""
-        return [predicted_measures(one.graph) for one in self.traced()]
-
-    def chosen(self, measures: Sequence[Mapping[str, float]]) -> Choice:
-        """Return this as a choice, with the predicted times of its phases."""
-        return Choice(
-            name=self.name,
-            what=self.what,
-            step_us=sum(phase.get(part, 0.0) for phase in measures for part in STEP),
-            exposed_us=sum(phase.get("exposed_us", 0.0) for phase in measures),
-            least_us=sum(phase.get("least_exposed_us", 0.0) for phase in measures),
-        )
-
-
-def alternatives(
-    gm: fx.GraphModule, inputs: Sequence[Any], config: MegaMoEConfig
-) -> list[Rewritten]:
-    """Return copies of `gm` rewritten as "auto" chooses, one for each value of `numerics`."""
-    found = []
-    for numerics in CHOICES["numerics"]:
-        free = FREE if numerics != "exact" else {**FREE, "batch_parts": 1}
-        asked = replace(config, **free, numerics=numerics)
-        found.append(Rewritten.of(numerics, copy_of_graph(gm), inputs, asked))
-    return found
-
-
-def _described(compilation: Compilation, state: CompileState) -> str:
-    applied = {line.partition(": ")[0] for line in compilation.rewrites if ": applied" in line}
-    parts = [f"{state.num_parts} parts of the batch"] * (SplitBatch.name in applied)
-    for region in compilation.regions:
-        of_tokens = " of tokens" * (NumericalChange.BY_TOKENS.value in region.remarks)
-        parts.append(f"{region.num_chunks} chunk" + "s" * (region.num_chunks > 1) + of_tokens)
-        parts += [f"edges by {region.chunk_edges}"] * (region.chunk_edges != "even")
-        parts += [region.dispatch.replace("_", "-")] * (region.dispatch != "all_to_all")
-        if region.nodes != "off":
-            parts.append("two hops" + ", sums on the nodes" * (region.nodes == "rounded"))
-            sliced = region.hop_slices > 1
-            parts += [f"hop 1 in {region.hop_slices} slices"] * sliced
-        parts += [f"{name} {wire[0]}" for name, wire in region.wires.items()]
-    for attention in compilation.attention:
-        if attention.is_region:
-            parts.append(f"attention in {attention.num_chunks}")
-    parts += ["sums per token in one kernel"] * (FuseTokenSums.name in applied)
-    return ", ".join(dict.fromkeys(parts))
-
 
 DEFAULT_HARDWARE: Final = "h100"
 """Profile for estimates where the job names none: this machine may not be the job's."""
@@ -209,6 +103,17 @@ class Traced:
     where these are not asked for, and for a graph that has the same blocks as a larger one."""
     saved_bytes: int = 0
     """Kept from forward to backward: the block's input, and what its graph saves."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Records of its graphs, for a report."""
+    as_written: list[dict[str, str]] = field(default_factory=list)
+    """Timelines of its graphs before any pass, where a page is asked for."""
+
+    def add_phase(self, phase: str, graph: fx.Graph, launches: list[Launch]) -> None:
+        """Add one graph, with its collectives."""
+        self.launches[phase] = launches
+        self.measures[phase] = predicted_measures(graph)
+        if record := record_of(graph):
+            self.records.append(record)
 
     def exposed_share(self, *phases: str, measure: str = "exposed_us") -> float:
         """Return the exposed time in `phases` over that with `NOTHING_HIDDEN`; 1 for 0 of 0.
@@ -227,12 +132,13 @@ def trace_layers(
     say: Callable[[str], None],
     *,
     compares: bool,
+    has_page: bool = False,
 ) -> list[Traced]:
     """Trace one graph of each kind; `held` is the bytes of parameters, gradients and optimizer.
 
     `graphs` maps each kind to the names of its blocks. `say` gets the name of the next graph. Where
     it `compares`, graphs with regions are traced as "auto" would have them for other `numerics`
-    too.
+    too. Where it `has_page`, what a page has beside the tables is kept.
     """
     options = backend_options(rank.job, held)
     if options.get("megamoe.hardware", "detect") == "detect":
@@ -247,7 +153,8 @@ def trace_layers(
             def said(what: str) -> None:
                 say(f"{kind}: {what}")
 
-            found.append(_trace(gm, inputs, options, rank, said, has_choices=kind not in alone))
+            asked = {"has_choices": kind not in alone, "has_page": has_page}
+            found.append(_trace(gm, inputs, options, rank, said, **asked))
             raise EndOfTrace
 
         say(f"{kind}: capture")
@@ -282,12 +189,14 @@ def _trace(
     say: Callable[[str], None],
     *,
     has_choices: bool,
+    has_page: bool,
 ) -> Traced:
     given = from_sources(options=split_options(options)[0], environment={})
     config = replace(given, codegen="fx")  # for Inductor on a CPU kernels of ours are written out
     as_written = copy_of_graph(gm)
-    asked = Rewritten.of("as asked", gm, inputs, config)
-    traced = Traced(kind="", compilation=asked.compilation)
+    asked = Rewritten.of("as asked", gm, inputs, config, keeps_texts=has_page)
+    written = timelines_as_written(as_written, inputs, asked.state) if has_page else []
+    traced = Traced(kind="", compilation=asked.compilation, as_written=written)
     plain: list[Rewritten] = []
     others: list[Rewritten] = []
     if asked.compilation.has_regions:
@@ -303,8 +212,7 @@ def _trace(
     sizes, axes = NominalSizes(asked.state.nominal_sizes), rank.axis_of_groups()
     for phase, graph in (("forward", forward), ("backward", backward)):
         sizes.learn(graph)
-        traced.launches[phase] = _launches(graph, sizes, axes)
-        traced.measures[phase] = predicted_measures(graph)
+        traced.add_phase(phase, graph, _launches(graph, sizes, axes))
     traced.saved_bytes = _saved_bytes(forward, backward, sizes)
     if plain:
         before = [phase.get("exposed_us_before", 0.0) for phase in measured.pop(0)]

@@ -7,6 +7,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -15,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -23,6 +24,7 @@ from rich.table import Table
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.compilations import RegionReport
+from moe_compile.report.page import json_of, write_whole
 from moe_compile.report.process_report import report_of
 from moe_compile.simulator.cluster_tables import new_console
 from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, trace_layers
@@ -150,6 +152,18 @@ def _choices(layer: Traced) -> Table:
     return table
 
 
+def _report(traced: Sequence[Traced], hardware: str) -> dict[str, Any]:
+    """Return the JSON report on the graphs of a job, and the choices of `--compare`."""
+    found = report_of(
+        [layer.compilation for layer in traced],
+        [record for layer in traced for record in layer.records],
+        hardware=hardware,
+        as_written=[timeline for layer in traced for timeline in layer.as_written],
+    )
+    choices = [dataclasses.asdict(one) for layer in traced for one in layer.choices]
+    return {**found, "choices": choices}
+
+
 def print_memory(stages: Sequence[StageMemory], console: Console) -> None:
     """Print what one GPU holds, one column per pipeline stage looked at."""
     table = Table(title="Memory of one GPU, GiB", box=SIMPLE_HEAD)
@@ -169,10 +183,13 @@ COMPARE: Final = (
 )
 
 
-def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
+def dry_run(
+    file: JobFile, world: int, *, compares: bool = False, has_page: bool = False
+) -> dict[str, Any]:
     """Print regions, chunks, collectives and memory of a job on `world` ranks.
 
-    Where it `compares`, also print the choices of "auto" for each value of `numerics`.
+    Where it `compares`, also print the choices of "auto" for each value of `numerics`. Return the
+    JSON report; where it `has_page`, with all that a page has.
     Raises InvalidConfig when the recipe, or torchtitan, does not have the layout.
     """
     if not uses_megamoe(file):
@@ -198,7 +215,8 @@ def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
         Console(stderr=True).status("tracing") as status,
     ):
         held = states["rank 0"].held + states["rank 0"].exchange_buffers
-        traced = trace_layers(rank, graphs, held, status.update, compares=compares)
+        say = status.update
+        traced = trace_layers(rank, graphs, held, say, compares=compares, has_page=has_page)
     print_layers(traced, console)
     if not compares and any(layer.unhidden_us for layer in traced):
         console.print(COMPARE)
@@ -210,30 +228,20 @@ def dry_run(file: JobFile, world: int, *, compares: bool = False) -> None:
             "between the one with most."
         )
     console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.")
-    _write_report(str(file.read("megamoe.report", "")), traced, _hardware(file), console)
+    report = _report(traced, _hardware(file))
+    _write_report(str(file.read("megamoe.report", "")), report, console)
     room = device_memory(_hardware(file))
     for warning in filter(None, map(room.warning, shown)):
         console.print(warning)
+    return report
 
 
-def _write_report(named: str, traced: Sequence[Traced], hardware: str, console: Console) -> None:
-    """Write the report that a run would write of these graphs, where a path is named."""
-    if not named:
-        return
-    graphs = []
-    for layer in traced:
-        for phase, measures in layer.measures.items():
-            launches: dict[str, list[str]] = {}
-            for launch in layer.launches[phase]:
-                launches.setdefault(launch.axis, []).append(launch.operator)
-            if launches:  # as of a run, which records graphs with collectives
-                of_graph = {"site": layer.compilation.site, "phase": phase}
-                graphs.append({**of_graph, "launches": launches, "measures": measures})
-    compilations = [layer.compilation for layer in traced]
-    report = report_of(compilations, graphs, hardware=hardware, num_graphs=len(traced))
-    Path(named).parent.mkdir(parents=True, exist_ok=True)
-    Path(named).write_text(json.dumps(report, indent=2) + "\n")
-    console.print(f"What the passes did, as JSON: {named}")
+def _write_report(named: str, report: dict[str, Any], console: Console) -> None:
+    """Write the report, which is that of a run of these graphs, where a path is named."""
+    if named:
+        path = json_of(Path(named))
+        write_whole(path, json.dumps(report, indent=2) + "\n")
+        console.print(f"What the passes did, as JSON: {path}")
 
 
 def _collect_seldom() -> None:

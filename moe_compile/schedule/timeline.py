@@ -1,0 +1,128 @@
+"""What runs when in an order of a graph's nodes, and the bytes that live meanwhile.
+
+Contract
+    The result is data as `schedule/timeline_data.py` says. Times are those of
+    `schedule/simulate.py`, bytes those of `schedule/liveness.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch.distributed as dist
+import torch.fx as fx
+
+from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.launch_order import ANNOTATIONS, REGION
+from moe_compile.graph.part_order import PRODUCTS
+from moe_compile.graph.query import is_launch, operator_of, overload_name, source_place, value_of
+from moe_compile.journal.entries import Verdict
+from moe_compile.schedule.liveness import Liveness
+from moe_compile.schedule.schedule_problem import ScheduleProblem
+from moe_compile.schedule.simulate import COMPUTE, HOST, Clock, simulate
+from moe_compile.schedule.timeline_data import ON_COMPUTE, ON_HOST, ON_LINK, OTHER, PRODUCT
+
+DIGITS: Final = 2
+"""Decimals of a microsecond that are kept."""
+NAMES: Final[Mapping[str, str]] = {HOST: ON_HOST, COMPUTE: ON_COMPUTE}
+"""Names of streams for a reader; a link is `link GROUP`."""
+NO_NAMES: Final = ("", "undefined", "default_pg")
+"""Descriptions of process groups that say nothing."""
+Row = Callable[[int], int]
+"""Function from a node to its row in the data."""
+
+
+def timeline_of(
+    problem: ScheduleProblem,
+    liveness: Liveness,
+    sizes: NominalSizes,
+    orders: Mapping[str, Sequence[int]],
+    verdicts: Mapping[str, Verdict] | None = None,
+) -> dict[str, Any]:
+    """Return the timeline of each order by its name; `verdicts` are on launches, by node name."""
+    rows: dict[int, int] = {}
+
+    def row(node: int) -> int:
+        return rows.setdefault(node, len(rows))
+
+    runs = {name: _run(problem, liveness, order, row) for name, order in orders.items()}
+    launches = [_launch(problem, node, row(node), sizes, verdicts) for node in problem.launches]
+    nodes = [problem.nodes[node] for node in rows]
+    return {"nodes": [*map(_named, nodes)], "launches": launches, "runs": runs}
+
+
+def _named(node: fx.Node) -> list[str]:
+    operator = overload_name(node) or operator_of(node).strip("`")
+    name = operator.rpartition("::")[2]
+    kind = PRODUCT if any(part in name for part in PRODUCTS) else OTHER
+    return [node.name, operator, source_place(node), ON_LINK if is_launch(node) else kind]
+
+
+def _run(
+    problem: ScheduleProblem, liveness: Liveness, order: Sequence[int], row: Row
+) -> dict[str, Any]:
+    clock = Clock.that_keeps_spans(problem)
+    memory = list(_memory(clock, liveness, order, row))
+    spans = [
+        [row(s.node), stream_name(s.stream), _us(s.start_us), _us(s.end_us - s.start_us)]
+        for s in clock.spans()
+    ]
+    times = simulate(problem, order)
+    return {
+        "step_us": _us(times.step_us),
+        "exposed_us": _us(times.exposed_us),
+        "peak_bytes": liveness.peak_bytes(order),
+        "spans": spans,
+        "memory": memory,
+    }
+
+
+def _memory(
+    clock: Clock, liveness: Liveness, order: Sequence[int], row: Row
+) -> Iterator[list[float]]:
+    """Run `order` on `clock`; yield the live bytes where they change."""
+    known = 0
+    for node, (during, after) in zip(order, liveness.live_bytes(order), strict=True):
+        start_us = clock.now_us
+        clock.run(node)
+        for us, live in ((start_us, during), (clock.now_us, after)):
+            if live != known:
+                yield [_us(us), live, row(node)]
+            known = live
+
+
+def _launch(
+    problem: ScheduleProblem,
+    launch: int,
+    row: int,
+    sizes: NominalSizes,
+    verdicts: Mapping[str, Verdict] | None,
+) -> dict[str, Any]:
+    node = problem.nodes[launch]
+    left = (verdicts or {}).get(node.name)
+    return {
+        "node": row,
+        "stream": stream_name(problem.group_of[launch]),
+        "bytes": sizes.nbytes(value_of(node)),
+        "region": (node.meta.get(ANNOTATIONS) or {}).get(REGION, ""),
+        "is_moved": verdicts is not None and left is None,
+        "reason": left.reason.name if left else "",
+        "detail": left.detail if left else "",
+    }
+
+
+def stream_name(stream: str) -> str:
+    """Return the name of a stream for a reader: a link is called as the mesh calls its group."""
+    if stream in NAMES:
+        return NAMES[stream]
+    try:
+        group = dist.distributed_c10d._resolve_process_group(stream)
+    except (RuntimeError, ValueError, KeyError):
+        return f"link {stream}"
+    said = str(group.group_desc).removeprefix("mesh_")
+    return f"link {stream}" if said in NO_NAMES else f"link {said} ({stream})"
+
+
+def _us(time: float) -> float:
+    return round(time, DIGITS)
