@@ -10,6 +10,7 @@ import argparse
 import sys
 
 from moe_compile.commands.calibrate import add_calibrate
+from moe_compile.commands.check import add_check, check
 from moe_compile.commands.doctor import add_doctor
 from moe_compile.commands.options import add_options
 from moe_compile.commands.simulate import add_simulate
@@ -28,6 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if known.command == "train":
             return train(known, overrides)
+        if known.command == "check":
+            return check(known, overrides)
         if overrides:
             parser.error(f"megamoe {known.command} has no {overrides[0]!r}")
         return int(known.run(known))
@@ -43,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megamoe {installed_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_train(commands)
+    add_check(commands)
     add_simulate(commands)
     add_doctor(commands)
     add_calibrate(commands)

@@ -15,15 +15,15 @@ from benchmarks.node.collectives import EXCHANGE, GATHER
 from benchmarks.node.hidden import judge_steps, judge_variant
 from benchmarks.node.links import judge_times
 from benchmarks.node.measured_profile import write_profile
-from benchmarks.node.ranks import Ranks, environment_of
 from benchmarks.node.recipes import STEPS, judge_losses, most_off
 from benchmarks.node.sizes import PROMISED_S
 from benchmarks.node.summary import BARS
 from moe_compile.check.limited_process import run_ranks
+from moe_compile.check.ranks import Ranks, environment_of
 from moe_compile.check.sections import LONGEST_S, read_section
 from moe_compile.hardware.profile import load_profile
 from tests.benchmarks.sections import FAILED, check_bar, failures, section
-from torchtitan_integration.launch import ON_GPUS
+from torchtitan_integration.launch import ON_GPUS, settings_on_gpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,9 +43,8 @@ def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path):
 
 def test_ranks_on_gpus_are_set_up_as_those_of_a_training_job(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
-    settings = Ranks(tmp_path, "cuda", 2).settings
+    settings = settings_on_gpus(os.environ)
     assert settings.keys() == ON_GPUS.keys() - {"TORCH_NCCL_HIGH_PRIORITY"}
-    assert Ranks(tmp_path, "cpu", 2).settings == {}
     own = environment_of({"RANK": "1", **settings})
     assert (own["RANK"], own["TORCH_NCCL_HIGH_PRIORITY"]) == ("1", "0")
 
@@ -57,7 +56,7 @@ def test_sections_promise_no_more_than_eight_minutes_and_each_has_a_bar():
 
 @pytest.mark.slow
 def test_a_section_goes_on_in_new_processes_behind_the_item_in_which_a_rank_died(tmp_path):
-    ranks = Ranks(tmp_path, "cpu", 2, module="tests.benchmarks.dying_rank")
+    ranks = Ranks(tmp_path, "cpu", 2, "tests.benchmarks.dying_rank", settings={})
     ended = ranks.run("links", 400.0)
     found = read_section(tmp_path, "links")
     assert [row["sums"] for row in found["rows"]] == [[2.0, 2.0]] * 2

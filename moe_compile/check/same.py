@@ -1,0 +1,261 @@
+"""Section `same`: steps by megamoe leave what steps as written leave.
+
+Contract
+    As written, twice: a program that does not repeat its own bits cannot be compared by bits.
+    By megamoe, node by node: losses, outputs of blocks, gradients, the gradient norm, parameters,
+    buffers and random state have the bits of the program as written, on every rank, after every
+    step. Where options or a CPU leave bits open it is judged as generated code is, and says why.
+    By Inductor and by megamoe, in generated code: gradients of the first step are no farther from
+    those in float64 than `FACTOR` times Inductor's, and `FLOOR`. Where float64 does not run they
+    are compared with those as written.
+    A form in which megamoe rewrote nothing fails: it would only show that nothing was done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from moe_compile.check.forms import (
+    AGAIN,
+    AS_ASKED,
+    AS_WRITTEN,
+    NODE_BY_NODE,
+    PLAIN,
+    PRECISE,
+    Form,
+)
+from moe_compile.check.marks import Difference, distance, first_difference
+from moe_compile.check.sections import Record, say
+from moe_compile.check.steps import Steps, Trace, trace
+from moe_compile.check.team import Team
+from moe_compile.config import MegaMoEConfig
+from moe_compile.plan.chunk_numbers import LAST_BITS
+from moe_compile.report.explanation_text import why_nothing_was_rewritten
+
+FACTOR: Final = 1.5
+"""Times Inductor's distance that megamoe may be away: both round, at other places."""
+FLOOR: Final = 1e-3
+"""A distance that is none: a bfloat16 keeps 2 ** -9 of a value."""
+FLOOR_LOSSY: Final = 0.06
+"""As `FLOOR` where rows travel in eight bits: 25 decibels of signal to noise."""
+ALL: Final = "all gradients"
+Squares = Mapping[str, tuple[float, float]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Found:
+    """What one rank found of a form."""
+
+    losses: list[float]
+    seconds: float
+    difference: Difference | None = None
+    """From the program as written."""
+    squares: Squares = field(default_factory=dict)
+    nothing: str = ""
+    """Why megamoe rewrote nothing, "" where it did, or was not asked."""
+    excuses: tuple[str, ...] = ()
+    """Why bits may differ from those as written."""
+    passes: tuple[str, ...] = ()
+    """Passes that changed a graph."""
+
+
+class Same:
+    """The section's work on this rank; what it keeps between items."""
+
+    def __init__(self, job: Steps, config: MegaMoEConfig, num_steps: int) -> None:
+        """Check `job`, whose options are `config`."""
+        self._job, self._config, self._num_steps = job, config, num_steps
+        self._written: Trace | None = None
+        self._precise: Trace | None = None
+
+    def written(self) -> Trace:
+        """Return the trace as written."""
+        if self._written is None:
+            self._written = trace(self._job, AS_WRITTEN, self._num_steps, keeps=True)
+        return self._written
+
+    def run(self, form: Form) -> Found:
+        """Run a form and compare it with the program as written."""
+        written = self.written()
+        reference = (self._precise or written).gradients
+        found = (
+            written
+            if form is AS_WRITTEN
+            else trace(self._job, form, self._num_steps, reference=reference)
+        )
+        return Found(
+            losses=found.losses,
+            seconds=found.seconds,
+            difference=first_difference(written.marks, found.marks),
+            squares=found.squares,
+            **(self._said(form) if form.backend == AS_ASKED.backend else {}),
+        )
+
+    def run_precise(self) -> str:
+        """Keep the gradients in float64; return why there are none, "" where there are."""
+        try:
+            self._precise = trace(self._job, PRECISE, 1, keeps=True)
+        except Exception as error:  # noqa: BLE001  (a model may hold code that has no float64)
+            return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        return ""
+
+    def _said(self, form: Form) -> dict[str, Any]:
+        report = self._job.forms.report(form)
+        applied = dict.fromkeys(one["pass"] for one in report["passes"] if one.get("applied"))
+        return {
+            "nothing": why_nothing_was_rewritten(report),
+            "excuses": excuses(self._config, report),
+            "passes": tuple(applied),
+        }
+
+
+def excuses(config: MegaMoEConfig, report: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return why bits may differ from those as written: options, and what a CPU rounds by place."""
+    regions = [*report["regions"], *report["attention"]]
+    said = [text for one in regions for text in one["remarks"] if text.startswith(LAST_BITS)]
+    asked = {
+        f"numerics = {config.numerics!r}": config.numerics != "exact",
+        f"batch_parts = {config.batch_parts!r}": config.batch_parts not in (1, "auto"),
+        'chunk_by = "tokens"': config.chunk_by == "tokens",
+        'nodes = "rounded"': config.nodes == "rounded",
+        'dispatch = "all_gather"': any(r["dispatch"] == "all_gather" for r in report["regions"]),
+        "rows in eight bits": is_lossy(config),
+    }
+    return tuple(dict.fromkeys([*(name for name, is_so in asked.items() if is_so), *said]))
+
+
+def is_lossy(config: MegaMoEConfig) -> bool:
+    """Whether options ask for rows in eight bits."""
+    wires = (config.dispatch_wire, config.combine_wire)
+    return any(w.startswith("fp8") for w in wires) or "lossy" in (config.numerics,)
+
+
+class Judge:
+    """Rank 0's verdicts on the forms, in the order in which they ran."""
+
+    def __init__(self, config: MegaMoEConfig) -> None:
+        """Judge a job with these options."""
+        self._floor = FLOOR_LOSSY if is_lossy(config) else FLOOR
+        self.reference = "as written"
+        self.repeats = True
+        """Whether the program as written has the same bits each time."""
+        self._inductor: dict[str, float] = {}
+
+    def judge(self, form: Form, record: Record, found: list[Found]) -> None:
+        """Record a form's row, and a failure where it is not the same."""
+        differs = [(r, one.difference) for r, one in enumerate(found) if one.difference is not None]
+        said, is_same = "the same bit for bit", not differs
+        if form is AGAIN:
+            self.repeats = is_same
+        row: dict[str, Any] = {
+            "form": form.name,
+            "losses": found[0].losses,
+            "seconds": max(one.seconds for one in found),
+            "passes": sorted({name for one in found for name in one.passes}),
+            "excuses": list(dict.fromkeys(text for one in found for text in one.excuses)),
+        }
+        if differs:
+            said = told(*differs[0], len(differs))
+            row["first_difference"] = {"rank": differs[0][0], **asdict(differs[0][1])}
+        if form in (PLAIN, AS_ASKED) or (row["excuses"] and not is_same):
+            why, more = self._by_distance(form, found)
+            row |= more
+            is_same, said = not why, why or more["found"]
+        row["found"] = said
+        row["holds"] = is_same
+        record.add_row(row)
+        record.expect(is_same, form.name, _with_passes(said, row["passes"]))
+        if nothing := next((one.nothing for one in found if one.nothing), ""):
+            why = f"megamoe rewrote nothing, so this shows nothing: {nothing}"
+            record.expect(not all(one.nothing for one in found), form.name, why)
+        say(f"same: {form.name}: {said}")
+
+    def _by_distance(self, form: Form, found: Sequence[Found]) -> tuple[str, dict[str, Any]]:
+        """Return why a form is too far from the reference, "" where it is not, and its numbers."""
+        distances = distances_of([one.squares for one in found])
+        most, where = farthest(distances, self._inductor, self._floor)
+        more: dict[str, Any] = {"distance": distances[ALL], "reference": self.reference}
+        if form is PLAIN:
+            self._inductor = distances
+            is_number = math.isfinite(distances[ALL])
+            more["found"] = f"{distances[ALL]:.2g} from {self.reference}"
+            return ("" if is_number else "its gradients are no numbers"), more
+        beside = self._inductor.get(ALL)
+        more["found"] = f"{distances[ALL]:.2g} from {self.reference}" + (
+            f", Inductor {beside:.2g}" if beside is not None else ""
+        )
+        if most <= 1.0:
+            return "", more
+        own, theirs = distances[where], self._inductor.get(where, 0.0)
+        return f"{where} is {own:.2g} from {self.reference}, Inductor's {theirs:.2g}", more
+
+
+def distances_of(ranks: Sequence[Squares]) -> dict[str, float]:
+    """Return the distance of each gradient, over all ranks, and of all together."""
+    by_name: dict[str, list[tuple[float, float]]] = {}
+    for squares in ranks:
+        for name, pair in squares.items():
+            by_name.setdefault(name, []).append(pair)
+    if not by_name:
+        return {ALL: math.inf}
+    together = [pair for pairs in by_name.values() for pair in pairs]
+    return {ALL: distance(together), **{name: distance(p) for name, p in by_name.items()}}
+
+
+def farthest(
+    own: Mapping[str, float], theirs: Mapping[str, float], floor: float
+) -> tuple[float, str]:
+    """Return the largest share of what each distance may be, and whose it is.
+
+    A tensor may be as far as `FACTOR` times Inductor's distance of it, or of all together where
+    that is more, and `floor`.
+    """
+    whole = theirs.get(ALL, 0.0)
+    shares = {n: d / (FACTOR * max(theirs.get(n, 0.0), whole) + floor) for n, d in own.items()}
+    where = max(shares, key=lambda name: shares[name])
+    return shares[where], where
+
+
+def told(rank: int, first: Difference, num_ranks: int) -> str:
+    """Return a difference in words."""
+    others = f", on {num_ranks} ranks" if num_ranks > 1 else ""
+    later = f"; {first.num_others} later ones differ too" if first.num_others else ""
+    norms = f"its norm is {first.found:.9g}, as written {first.written:.9g}"
+    return f"the first that differs is {first.name} on rank {rank}{others}: {norms}{later}"
+
+
+def _with_passes(said: str, passes: Sequence[str]) -> str:
+    return f"{said}. Passes that changed a graph: {', '.join(passes)}" if passes else said
+
+
+def check_same(team: Team, job: Steps, config: MegaMoEConfig, num_steps: int) -> None:
+    """Run the section."""
+    same, judge = Same(job, config, num_steps), Judge(config)
+
+    def run(form: Form) -> None:
+        team.run(form.name, partial(same.run, form), partial(judge.judge, form))
+
+    run(AS_WRITTEN)
+    run(AGAIN)
+    run(NODE_BY_NODE)
+    if config.codegen == "fx":
+        return
+    team.run(PRECISE.name, same.run_precise, partial(_judge_precise, judge))
+    run(PLAIN)
+    run(AS_ASKED)
+
+
+def _judge_precise(judge: Judge, record: Record, found: list[str]) -> None:
+    why = next(filter(None, found), "")
+    judge.reference = AS_WRITTEN.name if why else PRECISE.name
+    record.put(reference=judge.reference)
+    if why:
+        record.put(
+            warnings=[
+                f"the model does not run in float64 ({why}): distances are from it as written"
+            ]
+        )

@@ -1,0 +1,123 @@
+"""Run the sections of `megamoe check` and print what they found, in tables and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_compile.check.machine import describe_gpu_machine
+from moe_compile.check.ranks import Ranks
+from moe_compile.check.sections import passed_before, read_section, run_sections
+from moe_compile.check.tables import Section, new_table, print_sections
+from moe_compile.entry_points import hash_of_packages
+from moe_compile.source_hash import EVERY_SOURCE, ROOT, hash_of_sources
+
+WIDTH: Final = 132
+ALIKE: Final = ("device", "ranks", "sources", "job")
+"""What a section that passed must have had in common with this run to stay."""
+RECIPE: Final = tuple(sorted((ROOT / "torchtitan_integration").rglob("*.py")))
+NO_LINK: Final = (
+    "These are times of a CPU without a link between ranks: they say nothing of a cluster."
+)
+
+
+def run_check(
+    ranks: Ranks,
+    out: Path,
+    sections: Mapping[str, float],
+    identity: Mapping[str, Any],
+    notes: Mapping[str, Any],
+    asked: argparse.Namespace,
+) -> int:
+    """Run `sections` on `ranks`, of which this is the first; return the exit status."""
+    console = Console(width=WIDTH)
+    summary: dict[str, Any] = {
+        **identity,
+        **notes,
+        "machine": describe_gpu_machine(str(identity["device"])),
+        "sources": f"{hash_of_sources((*EVERY_SOURCE, *RECIPE))} {hash_of_packages()}",
+        "sections": {},
+    }
+    if not asked.again:
+        summary["sections"] = passed_before(out, summary, ALIKE)
+    for name in summary["sections"]:
+        console.print(f"{name}: passed before, its results stay (--again runs it)")
+    limit_s = asked.budget_s
+    has_passed = run_sections(out, summary, sections, limit_s, ranks.run, longest_s=limit_s)
+    ranks.end()
+    print_check(console, out, summary)
+    return 0 if has_passed else 1
+
+
+def print_check(console: Console, out: Path, summary: Mapping[str, Any]) -> None:
+    """Print each section's table, how it ended, and what the check cannot show."""
+    print_sections(console, out, summary, TABLES)
+    for line in verdicts(out, summary):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"results: {out}", markup=False, highlight=False)
+
+
+def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each section, then what this run cannot show."""
+    said = []
+    for name in summary["sections"]:
+        section = read_section(out, name)
+        is_whole = section.get("is_complete") and not section.get("failures")
+        said.append(f"{name}: {SAYS[name](section)}" if is_whole else f"{name}: DOES NOT HOLD")
+    if summary["device"] == "cpu":
+        said.append(f"note: {NO_LINK}")
+    if summary["layers"]:
+        said.append(
+            f"note: only the model's first {summary['layers']} layers ran: what all of them take, "
+            "in time and memory, and how differences add up over depth, is not shown"
+        )
+    return said
+
+
+def _says_same(section: Section) -> str:
+    rows = {row["form"]: row for row in section["rows"]}
+    bits = rows["megamoe, node by node"]
+    said = [f"node by node: {bits['found']}"]
+    if generated := rows.get("megamoe"):
+        said.append(f"generated code: {generated['found']}")
+    return "; ".join(said)
+
+
+def _says_faster(section: Section) -> str:
+    rows = {row["form"]: row for row in section["rows"]}
+    return f"a step takes {_ratio(rows['megamoe'])} of that by {section['best']}"
+
+
+def _ratio(row: Mapping[str, Any]) -> str:
+    ratio = row["ratio"]
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+
+
+def _same(section: Section) -> Table:
+    table = new_table("Same results", "form", "first loss, rank 0", "s", "found")
+    table.columns[-1].justify = "left"
+    for row in section["rows"]:
+        loss = sum(row["losses"])
+        table.add_row(row["form"], f"{loss:.7g}", f"{row['seconds']:.0f}", row["found"])
+        for why in row["excuses"]:
+            table.add_row("", "", "", f"bits may differ: {why}")
+    return table
+
+
+def _faster(section: Section) -> Table:
+    best = section.get("best", "Inductor")
+    table = new_table("Steps in turn, ms", "form", "step", f"over {best}", "first step, s")
+    for row in section["rows"]:
+        table.add_row(
+            row["form"], f"{1e3 * row['step_s']:.1f}", _ratio(row), f"{row['first_s']:.1f}"
+        )
+    return table
+
+
+SAYS: Final = {"same": _says_same, "faster": _says_faster}
+TABLES: Final = {"same": _same, "faster": _faster}

@@ -1,0 +1,160 @@
+"""`megamoe check`: steps of a job in several forms, and what of them is the same, and faster.
+
+Contract
+    Faults of the job are reported before a process starts, as by `megamoe train`.
+    The exit status is 0 only when every section asked for ran and nothing in it failed.
+    The same command again goes on: what passed on this machine, torch, sources and job stays.
+    Each process of a torchrun job is one rank; by itself the command starts all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from moe_compile.config import ENVIRONMENT_PREFIX
+from moe_compile.errors import InvalidConfig
+from torchtitan_integration.job_checks import checked_ranks, not_compiled, notes_on
+from torchtitan_integration.job_file import JobFile, find_job, read_job, uses_megamoe
+from torchtitan_integration.launch import allow_open_files, num_gpus, settings_on_gpus
+from torchtitan_integration.titan_keys import check_torchtitan
+
+SECTIONS: Final = {"same": 1.0, "faster": 1.0}
+"""Sections, and their shares of the time."""
+BUDGET_S: Final = 3600.0
+ONE_RANK: Final = "torchtitan_integration.check.one_rank"
+ALIKE: Final = ("device", "ranks", "sources", "job")
+WIDTH: Final = 120
+
+
+def add_check(commands: Any) -> None:
+    """Add the subcommand."""
+    check = commands.add_parser(
+        "check",
+        help="prove on this machine that a job's results stay, and how much faster it is",
+        description="Train a few steps of a torchtitan job from one start, over the same batches: "
+        "as written, by Inductor, by megamoe, and by megamoe without each thing that it does. "
+        "same: what steps leave, bit for bit or by its distance from float64. faster: the time of "
+        "steps in turn, beside Inductor's best. With fewer GPUs than ranks all runs on the CPU, "
+        "where times say nothing of a cluster.",
+        epilog="Flags of torchtitan follow the file and win over it, as for megamoe train. With "
+        "--megamoe.codegen fx nothing is generated: minutes become seconds, and only same is "
+        "checked. Started by torchrun, each process is one rank.",
+        usage="megamoe check [-h] [--out FOLDER] [--sections LIST] [--steps N] [--rounds N] "
+        "[--layers N] [--budget-s S] [--nproc N] [--again] CONFIG [--section.key value ...]",
+        allow_abbrev=False,
+    )
+    check.add_argument("config", metavar="CONFIG", help="as for megamoe train")
+    check.add_argument("--out", type=Path, help="folder for the results; default: check in the "
+                       "job's folder")  # fmt: skip
+    check.add_argument(
+        "--sections",
+        type=lambda text: text.split(","),
+        help=f"of {','.join(SECTIONS)}; default: all that the job has",
+    )
+    check.add_argument("--steps", type=_number, default=3, help="steps of each form in same; "
+                       "default: %(default)s")  # fmt: skip
+    check.add_argument("--rounds", type=_number, default=11, help="rounds of faster, in each a "
+                       "step of every form; default: %(default)s")  # fmt: skip
+    check.add_argument("--layers", type=_number, default=0, help="check the model's first layers "
+                       "alone")  # fmt: skip
+    check.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all; "
+                       "default: %(default)g")  # fmt: skip
+    check.add_argument("--nproc", metavar="N", type=_number, help="ranks to start; default: the "
+                       "product of the TOML's degrees")  # fmt: skip
+    check.add_argument("--again", action="store_true", help="run sections too that passed before")
+
+
+def check(known: argparse.Namespace, overrides: list[str]) -> int:
+    """Run the subcommand; return the exit status. Raises InvalidConfig."""
+    job = read_job(find_job(known.config), overrides)
+    check_torchtitan()
+    ranks = checked_ranks(job, known.nproc, is_run=True)
+    _refuse(job)
+    sections = _sections(job, known.sections)
+    is_first = os.environ.get("RANK", "0") == "0"
+    for note in notes_on(job) if is_first else ():
+        _say(f"note: {note}")
+    allow_open_files()
+    device = "cpu" if num_gpus() < _local_ranks(ranks) else "cuda"
+    settings = settings_on_gpus(os.environ) if device == "cuda" else {}
+    out = (known.out or Path(job.read("job.dump_folder", "outputs"), "check")).resolve()
+    words = [
+        f"--steps={known.steps}", f"--rounds={known.rounds}", f"--layers={known.layers}",
+        f"--job.config_file={job.path}", *overrides, *_of_check(out),
+    ]  # fmt: skip
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks are ended on the way out
+    driver: Any = importlib.import_module("moe_compile.check.ranks")
+    team = driver.Ranks(out, device, ranks, ONE_RANK, settings=settings, words=words)
+    if team.rank:
+        team.follow()
+        return 0
+    run: Any = importlib.import_module("moe_compile.check.summary")  # imports torch
+    identity = {"job": _identity(job, known), "device": device, "ranks": team.num_ranks}
+    notes = {"layers": known.layers, "settings": settings}
+    return int(run.run_check(team, out, sections, identity, notes, known))
+
+
+def _number(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; write 1 or more")
+    return int(text)
+
+
+def _say(text: str) -> None:
+    print(f"megamoe: {text}", file=sys.stderr, flush=True)  # noqa: T201  (the user's terminal)
+
+
+def _refuse(job: JobFile) -> None:
+    """Raise InvalidConfig for a job in which there is nothing to check."""
+    if not uses_megamoe(job):
+        raise InvalidConfig(
+            f"{job.path}: compile.backend is {job.read('compile.backend', 'inductor')!r}: there is "
+            'nothing of megamoe to check; write backend = "megamoe" under [compile]'
+        )
+    if not job.is_true("compile.enable"):
+        raise InvalidConfig(f"{job.path}: {not_compiled(job)}")
+
+
+def _sections(job: JobFile, asked: list[str] | None) -> dict[str, float]:
+    """Return the sections to run; by default all, without code generation only `same`."""
+    generates = job.read("megamoe.codegen", "inductor") != "fx"
+    if unknown := sorted({*(asked or ())} - SECTIONS.keys()):
+        raise InvalidConfig(
+            f"--sections: there is no {unknown[0]!r}; write some of {', '.join(SECTIONS)}"
+        )
+    if asked and "faster" in asked and not generates:
+        raise InvalidConfig(
+            'megamoe.codegen is "fx": no code is generated, and times of single operators say '
+            "nothing; leave faster out of --sections, or megamoe.codegen out of the job"
+        )
+    if not asked and not generates:
+        _say('megamoe.codegen is "fx": faster is left out, since no code is generated')
+    known = asked or (SECTIONS if generates else ["same"])
+    return {name: share for name, share in SECTIONS.items() if name in known}
+
+
+def _local_ranks(ranks: int) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
+def _of_check(out: Path) -> list[str]:
+    """Return torchtitan's flags with which a check writes nothing but its own results."""
+    return [
+        "--metrics.no-enable-tensorboard",
+        "--metrics.no-enable-wandb",
+        f"--megamoe.report={out / 'report.json'}",
+    ]
+
+
+def _identity(job: JobFile, known: argparse.Namespace) -> str:
+    """Return a hash of the job and of what was asked of it."""
+    ours = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(ENVIRONMENT_PREFIX))
+    said = [job.path.read_text(), *job.overrides, *ours, str(known.layers), str(known.steps)]
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()

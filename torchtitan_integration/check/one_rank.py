@@ -1,0 +1,68 @@
+"""`python -m torchtitan_integration.check.one_rank SECTION ...`: one rank of one section.
+
+Contract
+    The ranks of the training job meet in a store of their own, which the first rank has: a
+    section's ranks are new, and find no keys of others there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from moe_compile.check.faster import check_faster
+from moe_compile.check.one_rank import read_rank_arguments, run_section, team_of
+from moe_compile.check.ranks import OF_AGENT
+from moe_compile.check.same import check_same
+from moe_compile.check.team import Team
+from moe_compile.testing.rank_pool import meeting_point
+from moe_compile.torch_quirks.python311_frames import with_frame_space
+from torchtitan_integration.cpu_launcher import cpu_trainer, prepare_torch
+from torchtitan_integration.rank import end_with_parent
+
+SECTIONS: Final[Mapping[str, Callable[[Team, Any, argparse.Namespace], None]]] = {
+    "same": lambda team, job, asked: check_same(team, job, job.config, asked.steps),
+    "faster": lambda team, job, asked: check_faster(team, job, job.config, asked.rounds),
+}
+
+
+def add_numbers(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that the command hands on to each rank."""
+    parser.add_argument("--steps", type=int, default=3, help="of each form in same")
+    parser.add_argument("--rounds", type=int, default=11, help="of faster, a step of each form")
+    parser.add_argument("--layers", type=int, default=0, help="cut the model to its first layers")
+
+
+@with_frame_space
+def main() -> int:
+    """Be one rank of the section named on the command line."""
+    end_with_parent()
+    arguments, words = read_rank_arguments(SECTIONS, ["cpu", "cuda"])
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_numbers(parser)
+    asked, words = parser.parse_known_args(words)
+    team = team_of(arguments, arguments.budget_s, makes_groups=False)
+    if arguments.device == "cpu":
+        prepare_torch()
+    store = meeting_point() if team.is_first else None
+    port = team.tell("trainer", None if store is None else str(store.port))
+    os.environ.update({"MASTER_PORT": port, OF_AGENT: str(True)})
+    training: Any = importlib.import_module("torchtitan_integration.check.training_job")
+    trainer = cpu_trainer() if arguments.device == "cpu" else _trainer()
+    job = training.TrainingJob(words, trainer, num_steps=asked.steps, layers=asked.layers)
+    return run_section(team, lambda: SECTIONS[arguments.section](team, job, asked))
+
+
+def _trainer() -> Any:
+    return importlib.import_module("torchtitan.train").Trainer
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # groups would wait for ranks that have left
