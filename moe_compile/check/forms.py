@@ -150,15 +150,15 @@ def names_without(config: MegaMoEConfig, report: Mapping[str, Any]) -> list[str]
 
 def _in_use(report: Mapping[str, Any]) -> set[str]:
     """Return the options by whose values a report's regions are not as they were written."""
-    regions = report["regions"]
+    regions, applied = report["regions"], {p["pass"] for p in report["passes"] if p.get("applied")}
     used = {
         "chunks": any(one["num_chunks"] > 1 for one in regions),
         "chunk_edges": any(one["chunk_edges"] != "even" for one in regions),
         "dispatch": any(one["dispatch"] != "all_to_all" for one in regions),
         "nodes": any(one["nodes"] != "off" for one in regions),
         "attention_chunks": any(one["num_chunks"] > 1 for one in report["attention"]),
-        "batch_parts": any(p["pass"] == "split_batch" and p["applied"] for p in report["passes"]),
-        "transport": any(p["pass"] == "route_exchanges" and p["applied"] for p in report["passes"]),
+        "batch_parts": "split_batch" in applied,
+        "transport": "route_exchanges" in applied,
     }
     wires = {
         f"{way}_wire": any(one["wires"].get(way, ("same",))[0] != "same" for one in regions)

@@ -14,6 +14,7 @@ Contract
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -40,6 +41,8 @@ FACTOR: Final = 1.5
 """Times Inductor's distance that megamoe may be away: both round, at other places."""
 FLOOR: Final = 1e-3
 """A distance that is none: a bfloat16 keeps 2 ** -9 of a value."""
+FLOOR_ALONE: Final = 0.02
+"""As `FLOOR` where there is nothing of Inductor's beside it."""
 FLOOR_LOSSY: Final = 0.06
 """As `FLOOR` where rows travel in eight bits: 25 decibels of signal to noise."""
 ALL: Final = "all gradients"
@@ -61,6 +64,8 @@ class Found:
     """Why bits may differ from those as written."""
     passes: tuple[str, ...] = ()
     """Passes that changed a graph."""
+    regions: tuple[str, ...] = ()
+    """The verdict on each region."""
 
 
 class Same:
@@ -71,6 +76,7 @@ class Same:
         self._job, self._config, self._num_steps = job, config, num_steps
         self._written: Trace | None = None
         self._precise: Trace | None = None
+        self._no_precise = ""
 
     def written(self) -> Trace:
         """Return the trace as written."""
@@ -81,7 +87,10 @@ class Same:
     def run(self, form: Form) -> Found:
         """Run a form and compare it with the program as written."""
         written = self.written()
-        reference = (self._precise or written).gradients
+        reference = written.gradients
+        if form in (PLAIN, AS_ASKED):
+            self.run_precise()
+            reference = (self._precise or written).gradients
         found = (
             written
             if form is AS_WRITTEN
@@ -97,11 +106,13 @@ class Same:
 
     def run_precise(self) -> str:
         """Keep the gradients in float64; return why there are none, "" where there are."""
+        if self._precise is not None or self._no_precise:
+            return self._no_precise
         try:
             self._precise = trace(self._job, PRECISE, 1, keeps=True)
         except Exception as error:  # noqa: BLE001  (a model may hold code that has no float64)
-            return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-        return ""
+            self._no_precise = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        return self._no_precise
 
     def _said(self, form: Form) -> dict[str, Any]:
         report = self._job.forms.report(form)
@@ -110,6 +121,11 @@ class Same:
             "nothing": why_nothing_was_rewritten(report),
             "excuses": excuses(self._config, report),
             "passes": tuple(applied),
+            "regions": tuple(
+                one["verdict"]
+                for one in report["regions"] + report["attention"]
+                if one.get("is_region", True)
+            ),
         }
 
 
@@ -140,29 +156,28 @@ class Judge:
     def __init__(self, config: MegaMoEConfig) -> None:
         """Judge a job with these options."""
         self._floor = FLOOR_LOSSY if is_lossy(config) else FLOOR
-        self.reference = "as written"
-        self.repeats = True
-        """Whether the program as written has the same bits each time."""
-        self._inductor: dict[str, float] = {}
 
     def judge(self, form: Form, record: Record, found: list[Found]) -> None:
         """Record a form's row, and a failure where it is not the same."""
         differs = [(r, one.difference) for r, one in enumerate(found) if one.difference is not None]
         said, is_same = "the same bit for bit", not differs
-        if form is AGAIN:
-            self.repeats = is_same
         row: dict[str, Any] = {
             "form": form.name,
             "losses": found[0].losses,
             "seconds": max(one.seconds for one in found),
             "passes": sorted({name for one in found for name in one.passes}),
+            "regions": counted([verdict for one in found for verdict in one.regions]),
             "excuses": list(dict.fromkeys(text for one in found for text in one.excuses)),
         }
         if differs:
             said = told(*differs[0], len(differs))
+            if form is not AGAIN and not record.data.get("repeats", True):
+                said += "; as written it does not repeat its own bits either"
             row["first_difference"] = {"rank": differs[0][0], **asdict(differs[0][1])}
+        if form is AGAIN:
+            record.put(repeats=is_same)
         if form in (PLAIN, AS_ASKED) or (row["excuses"] and not is_same):
-            why, more = self._by_distance(form, found)
+            why, more = self._by_distance(form, record, found)
             row |= more
             is_same, said = not why, why or more["found"]
         row["found"] = said
@@ -174,24 +189,29 @@ class Judge:
             record.expect(not all(one.nothing for one in found), form.name, why)
         say(f"same: {form.name}: {said}")
 
-    def _by_distance(self, form: Form, found: Sequence[Found]) -> tuple[str, dict[str, Any]]:
+    def _by_distance(
+        self, form: Form, record: Record, found: Sequence[Found]
+    ) -> tuple[str, dict[str, Any]]:
         """Return why a form is too far from the reference, "" where it is not, and its numbers."""
         distances = distances_of([one.squares for one in found])
-        most, where = farthest(distances, self._inductor, self._floor)
-        more: dict[str, Any] = {"distance": distances[ALL], "reference": self.reference}
+        reference = record.data.get("reference", AS_WRITTEN.name)
+        said = f"gradients are {distances[ALL]:.2g} from {reference}"
+        more: dict[str, Any] = {"distance": distances[ALL], "reference": reference}
         if form is PLAIN:
-            self._inductor = distances
+            record.put(inductor=distances)
             is_number = math.isfinite(distances[ALL])
-            more["found"] = f"{distances[ALL]:.2g} from {self.reference}"
-            return ("" if is_number else "its gradients are no numbers"), more
-        beside = self._inductor.get(ALL)
-        more["found"] = f"{distances[ALL]:.2g} from {self.reference}" + (
-            f", Inductor {beside:.2g}" if beside is not None else ""
-        )
+            return ("" if is_number else "its gradients are no numbers"), more | {"found": said}
+        theirs = record.data.get("inductor", {})
+        if ALL in theirs:
+            said += f", Inductor's {theirs[ALL]:.2g}"
+        floor = self._floor if theirs else max(self._floor, FLOOR_ALONE)
+        most, where = farthest(distances, theirs, floor)
+        more |= {"found": said, "share_of_limit": most, "farthest": where}
         if most <= 1.0:
             return "", more
-        own, theirs = distances[where], self._inductor.get(where, 0.0)
-        return f"{where} is {own:.2g} from {self.reference}, Inductor's {theirs:.2g}", more
+        own = distances[where]
+        beside = f", Inductor's {theirs[where]:.2g}" if where in theirs else ""
+        return f"{where} is {own:.2g} from {reference}{beside}; allowed is {own / most:.2g}", more
 
 
 def distances_of(ranks: Sequence[Squares]) -> dict[str, float]:
@@ -220,6 +240,11 @@ def farthest(
     return shares[where], where
 
 
+def counted(verdicts: Sequence[str]) -> list[str]:
+    """Return each verdict on regions once, with its number."""
+    return [f"{number} regions {verdict}" for verdict, number in Counter(verdicts).items()]
+
+
 def told(rank: int, first: Difference, num_ranks: int) -> str:
     """Return a difference in words."""
     others = f", on {num_ranks} ranks" if num_ranks > 1 else ""
@@ -244,15 +269,15 @@ def check_same(team: Team, job: Steps, config: MegaMoEConfig, num_steps: int) ->
     run(NODE_BY_NODE)
     if config.codegen == "fx":
         return
-    team.run(PRECISE.name, same.run_precise, partial(_judge_precise, judge))
+    team.run(PRECISE.name, same.run_precise, judge_precise)
     run(PLAIN)
     run(AS_ASKED)
 
 
-def _judge_precise(judge: Judge, record: Record, found: list[str]) -> None:
+def judge_precise(record: Record, found: list[str]) -> None:
+    """Note what distances are from: float64, unless it did not run on some rank."""
     why = next(filter(None, found), "")
-    judge.reference = AS_WRITTEN.name if why else PRECISE.name
-    record.put(reference=judge.reference)
+    record.put(reference=AS_WRITTEN.name if why else PRECISE.name)
     if why:
         record.put(
             warnings=[

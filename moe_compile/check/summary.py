@@ -104,8 +104,8 @@ def _same(section: Section) -> Table:
     for row in section["rows"]:
         loss = sum(row["losses"])
         table.add_row(row["form"], f"{loss:.7g}", f"{row['seconds']:.0f}", row["found"])
-        for why in row["excuses"]:
-            table.add_row("", "", "", f"bits may differ: {why}")
+        for line in (*row["regions"], *(f"bits may differ: {why}" for why in row["excuses"])):
+            table.add_row("", "", "", line)
     return table
 
 
