@@ -76,6 +76,11 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
             f"note: only the model's first {summary['layers']} layers ran: what all of them take, "
             "in time and memory, and how differences add up over depth, is not shown"
         )
+    said += [
+        f"note: {name} = {value} acts outside of compiled blocks: it is alike in every form, so "
+        "that neither what it changes nor what it gains is shown"
+        for name, value in summary["outside"].items()
+    ]
     return said
 
 

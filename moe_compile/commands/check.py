@@ -27,6 +27,8 @@ from torchtitan_integration.titan_keys import check_torchtitan
 
 SECTIONS: Final = {"same": 1.0, "faster": 1.0}
 """Sections, and their shares of the time."""
+OUTSIDE: Final = {"gradient_wire": "same", "blocks_per_graph": "1"}
+"""Options that act outside of compiled blocks, alike in every form, and their defaults."""
 BUDGET_S: Final = 3600.0
 ONE_RANK: Final = "torchtitan_integration.check.one_rank"
 ALIKE: Final = ("device", "ranks", "sources", "job")
@@ -75,11 +77,10 @@ def check(known: argparse.Namespace, overrides: list[str]) -> int:
     """Run the subcommand; return the exit status. Raises InvalidConfig."""
     job = read_job(find_job(known.config), overrides)
     check_torchtitan()
-    ranks = checked_ranks(job, known.nproc, is_run=True)
+    ranks = checked_ranks(job, known.nproc or _ranks_of_torchrun(), is_run=True)
     _refuse(job)
     sections = _sections(job, known.sections)
-    is_first = os.environ.get("RANK", "0") == "0"
-    for note in notes_on(job) if is_first else ():
+    for note in notes_on(job):
         _say(f"note: {note}")
     allow_open_files()
     device = "cpu" if num_gpus() < _local_ranks(ranks) else "cuda"
@@ -97,7 +98,12 @@ def check(known: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     run: Any = importlib.import_module("moe_compile.check.summary")  # imports torch
     identity = {"job": _identity(job, known), "device": device, "ranks": team.num_ranks}
-    notes = {"layers": known.layers, "settings": settings}
+    outside = {
+        f"megamoe.{name}": job.read(f"megamoe.{name}", off)
+        for name, off in OUTSIDE.items()
+        if str(job.read(f"megamoe.{name}", off)) != off
+    }
+    notes = {"layers": known.layers, "settings": settings, "outside": outside}
     return int(run.run_check(team, out, sections, identity, notes, known))
 
 
@@ -108,6 +114,9 @@ def _number(text: str) -> int:
 
 
 def _say(text: str) -> None:
+    """Print a line, once for all ranks."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     print(f"megamoe: {text}", file=sys.stderr, flush=True)  # noqa: T201  (the user's terminal)
 
 
@@ -138,6 +147,11 @@ def _sections(job: JobFile, asked: list[str] | None) -> dict[str, float]:
         _say('megamoe.codegen is "fx": faster is left out, since no code is generated')
     known = asked or (SECTIONS if generates else ["same"])
     return {name: share for name, share in SECTIONS.items() if name in known}
+
+
+def _ranks_of_torchrun() -> int | None:
+    """Return the number of ranks that torchrun started, None where it started none."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _local_ranks(ranks: int) -> int:
