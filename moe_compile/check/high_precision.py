@@ -4,18 +4,22 @@ Contract
     Every function of torch gets floating tensors as float64, complex ones as complex128, and so are
     what it casts to and what it makes. Grouped products are made expert by expert. In-place writes
     keep the type of what they write to. The result has the type that the code as written has, of
-    its first argument; gradients reach parameters through the casts, rounded once.
+    its first argument; gradients reach parameters through the casts, rounded once. Of what is
+    between, nothing is kept for the backward pass: it is computed again, as activation
+    checkpointing does, and what the code writes into buffers may then be written twice.
     Discrete choices, as those of experts, may fall otherwise than at lower precision.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 IN_PLACE: Final = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 CASTS: Final = ("float", "bfloat16", "half")
@@ -30,7 +34,7 @@ def in_high_precision(forward: Callable[..., Any]) -> Callable[..., Any]:
             result = forward(_up(first), *args, **kwargs)
         return tree_map(lambda x: _as(first.dtype, x), result)
 
-    return run
+    return functools.partial(checkpoint, run, use_reentrant=False)
 
 
 def _as(dtype: torch.dtype, value: Any) -> Any:

@@ -69,7 +69,7 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
         section = read_section(out, name)
         is_whole = section.get("is_complete") and not section.get("failures")
         said.append(f"{name}: {SAYS[name](section)}" if is_whole else f"{name}: DOES NOT HOLD")
-    if summary["device"] == "cpu":
+    if summary["device"] == "cpu" and "faster" in summary["sections"]:
         said.append(f"note: {NO_LINK}")
     if summary["layers"]:
         said.append(
