@@ -163,7 +163,7 @@ class Judge:
         said, is_same = "the same bit for bit", not differs
         row: dict[str, Any] = {
             "form": form.name,
-            "losses": found[0].losses,
+            "losses": found[-1].losses,  # of a pipeline the last rank has one
             "seconds": max(one.seconds for one in found),
             "passes": sorted({name for one in found for name in one.passes}),
             "regions": counted([verdict for one in found for verdict in one.regions]),
