@@ -39,8 +39,8 @@ from moe_compile.report.explanation_text import why_nothing_was_rewritten
 
 FACTOR: Final = 1.5
 """Times Inductor's distance that megamoe may be away: both round, at other places."""
-FLOOR: Final = 1e-3
-"""A distance that is none: a bfloat16 keeps 2 ** -9 of a value."""
+FLOOR: Final = 1e-4
+"""A distance that counts as none, also where Inductor has none."""
 FLOOR_ALONE: Final = 0.02
 """As `FLOOR` where there is nothing of Inductor's beside it."""
 FLOOR_LOSSY: Final = 0.06

@@ -132,7 +132,10 @@ def _same(section: Section) -> Table:
     for row in section["rows"]:
         loss = sum(row["losses"])
         table.add_row(row["form"], f"{loss:.7g}", f"{row['seconds']:.0f}", row["found"])
-        for line in (*row["regions"], *(f"bits may differ: {why}" for why in row["excuses"])):
+        lines = [*row["regions"], *(f"bits may differ: {why}" for why in row["excuses"])]
+        if not row["holds"] and row["passes"]:
+            lines.append(f"passes that changed a graph: {', '.join(row['passes'])}")
+        for line in lines:
             table.add_row("", "", "", line)
     return table
 
