@@ -90,7 +90,7 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
 
 def _why_not(ended: Mapping[str, Any], section: Section) -> str:
     """Return what to say of a section that did not come to its end, or found a fault."""
-    if section.get("is_complete"):
+    if section.get("is_complete") and section.get("rows"):
         return "DOES NOT HOLD"
     why = next(iter(ended.get("failures", ())), ended.get("why", "it did not come to its end"))
     return f"OPEN: {why} (status {ended['status']}; what ranks printed is beside the results)"

@@ -62,6 +62,7 @@ def main() -> int:
         traceback.print_exc()
         if team.record is not None:
             team.record.fail("the job's trainer", f"{type(error).__name__}: {error}"[:500])
+            team.record.put(is_complete=True)
         return 1
     return run_section(team, lambda: SECTIONS[arguments.section](team, job, asked))
 
