@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
@@ -35,6 +36,7 @@ from moe_compile.check.sections import Record, say
 from moe_compile.check.steps import Steps
 from moe_compile.check.team import Team
 from moe_compile.config import MegaMoEConfig
+from moe_compile.plan.chunk_numbers import NumericalChange
 from moe_compile.report.explanation_text import why_nothing_was_rewritten
 
 IN_TURN: Final = "steps in turn"
@@ -62,11 +64,15 @@ class Faster:
             "first_s": first_s,
             "nothing": why_nothing_was_rewritten(report),
             "without": names_without(self._config, report),
+            "plan": plan_of(report),
         }
 
-    def in_turn(self, rounds: int) -> dict[str, list[float]]:
-        """Return the seconds of a step of each form in each round, of the slowest rank."""
-        names = {form.name: form for form in self.ready}
+    def in_turn(self, rounds: int, only: Sequence[str] = ()) -> dict[str, list[float]]:
+        """Return the seconds of a step of each form in each round, of the slowest rank.
+
+        `only` names forms, where not all run.
+        """
+        names = {form.name: form for form in self.ready if not only or form.name in only}
         order, seconds = list(names), {name: list[float]() for name in names}
         for _ in range(rounds):
             order = [*order[1:], *order[:1]]
@@ -81,6 +87,21 @@ class Faster:
         dist.barrier()
         with job.forms.using(form):
             return elapsed_s(job.device.type, job.step)
+
+
+PLANNED: Final = ("num_chunks", "chunk_edges", "dispatch", "nodes", "hop_slices", "wires")
+"""What is done with a region, in its report."""
+
+
+def plan_of(report: Mapping[str, Any]) -> list[Any]:
+    """Return what megamoe does, by a report: equal where it does the same."""
+    by_tokens = NumericalChange.BY_TOKENS.value
+    regions = [
+        [*(one[name] for name in PLANNED), by_tokens in one["remarks"]] for one in report["regions"]
+    ]
+    attention = [one["num_chunks"] for one in report["attention"]]
+    parts = [p["applied"] for p in report["passes"] if p["pass"] == "split_batch"]
+    return [regions, attention, [one for one in parts if one]]
 
 
 def judge_first(

@@ -3,7 +3,7 @@
 Contract
     The first rank's driver says what is run and when; the others' follow. No process of a section
     is left when `run` returns. While time is left a section whose ranks ended before it did goes on
-    in new ones, behind the item that they ended in.
+    in new ones, behind the item that they ended in; not where they had begun none.
     Ranks have the variables that the caller names, where the user has set nothing else.
 """
 
@@ -98,12 +98,14 @@ class Ranks:
     def run(self, section: str, seconds: float) -> dict[str, Any]:
         """Run a section for so long; return what became of it. For the first driver."""
         say(f"{section}: {seconds:.0f} s at most")
-        began, attempt = time.monotonic(), 0
+        began, attempt, num_begun = time.monotonic(), 0, 0
         while True:
             left_s = seconds - (time.monotonic() - began)
             code = self._do(Order(section=section, attempt=attempt, seconds=left_s))
             found = read_section(self._out, section)
+            num_known, num_begun = num_begun, len(found.get("begun", ()))
             is_over = found.get("is_complete") or left_s < LEAST_S + PATIENCE_S
+            is_over = is_over or num_begun == num_known  # new ones would end at the same place
             if code == 0 or is_over or seconds - (time.monotonic() - began) < LEAST_S:
                 break
             attempt += 1

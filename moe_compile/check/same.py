@@ -39,8 +39,8 @@ from moe_compile.report.explanation_text import why_nothing_was_rewritten
 
 FACTOR: Final = 1.5
 """Times Inductor's distance that megamoe may be away: both round, at other places."""
-FLOOR: Final = 1e-3
-"""A distance that is none: a bfloat16 keeps 2 ** -9 of a value."""
+FLOOR: Final = 1e-4
+"""A distance that counts as none, also where Inductor has none."""
 FLOOR_ALONE: Final = 0.02
 """As `FLOOR` where there is nothing of Inductor's beside it."""
 FLOOR_LOSSY: Final = 0.06
@@ -163,7 +163,7 @@ class Judge:
         said, is_same = "the same bit for bit", not differs
         row: dict[str, Any] = {
             "form": form.name,
-            "losses": found[0].losses,
+            "losses": found[-1].losses,  # of a pipeline the last rank has one
             "seconds": max(one.seconds for one in found),
             "passes": sorted({name for one in found for name in one.passes}),
             "regions": counted([verdict for one in found for verdict in one.regions]),

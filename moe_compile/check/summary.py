@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -68,7 +69,10 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
     for name in summary["sections"]:
         section = read_section(out, name)
         is_whole = section.get("is_complete") and not section.get("failures")
-        said.append(f"{name}: {SAYS[name](section)}" if is_whole else f"{name}: DOES NOT HOLD")
+        if is_whole and section.get("rows"):
+            said.append(f"{name}: {SAYS[name](section)}")
+        else:
+            said.append(f"{name}: {_why_not(summary['sections'][name], section)}")
     if summary["device"] == "cpu" and "faster" in summary["sections"]:
         said.append(f"note: {NO_LINK}")
     if summary["layers"]:
@@ -82,6 +86,14 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
         for name, value in summary["outside"].items()
     ]
     return said
+
+
+def _why_not(ended: Mapping[str, Any], section: Section) -> str:
+    """Return what to say of a section that did not come to its end, or found a fault."""
+    if section.get("is_complete") and section.get("rows"):
+        return "DOES NOT HOLD"
+    why = next(iter(ended.get("failures", ())), ended.get("why", "it did not come to its end"))
+    return f"OPEN: {why} (status {ended['status']}; what ranks printed is beside the results)"
 
 
 def _says_same(section: Section) -> str:
@@ -98,18 +110,32 @@ def _says_faster(section: Section) -> str:
     return f"a step takes {_ratio(rows['megamoe'])} of that by {section['best']}"
 
 
+def _says_better(section: Section) -> str:
+    if "won" not in section:
+        return "no other way was raced"
+    won = f"{_table(section['won'])} takes {_ratio(section)} of the job as asked"
+    return won if section["is_faster"] else f"the job as asked stays; {won}"
+
+
+def _table(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
+
+
 def _ratio(row: Mapping[str, Any]) -> str:
     ratio = row["ratio"]
     return f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
 
 
 def _same(section: Section) -> Table:
-    table = new_table("Same results", "form", "first loss, rank 0", "s", "found")
+    table = new_table("Same results", "form", "first loss, last rank", "s", "found")
     table.columns[-1].justify = "left"
     for row in section["rows"]:
         loss = sum(row["losses"])
         table.add_row(row["form"], f"{loss:.7g}", f"{row['seconds']:.0f}", row["found"])
-        for line in (*row["regions"], *(f"bits may differ: {why}" for why in row["excuses"])):
+        lines = [*row["regions"], *(f"bits may differ: {why}" for why in row["excuses"])]
+        if not row["holds"] and row["passes"]:
+            lines.append(f"passes that changed a graph: {', '.join(row['passes'])}")
+        for line in lines:
             table.add_row("", "", "", line)
     return table
 
@@ -124,5 +150,18 @@ def _faster(section: Section) -> Table:
     return table
 
 
-SAYS: Final = {"same": _says_same, "faster": _says_faster}
-TABLES: Final = {"same": _same, "faster": _faster}
+def _better(section: Section) -> Table:
+    table = new_table("Ways raced, ms", "way", "rounds", "step", "over as asked", "")
+    for row in section["rows"]:
+        table.add_row(
+            row["form"],
+            str(row["rounds"]),
+            f"{1e3 * row['step_s']:.1f}",
+            _ratio(row),
+            "" if row["goes_on"] else "leaves",
+        )
+    return table
+
+
+SAYS: Final = {"same": _says_same, "faster": _says_faster, "better": _says_better}
+TABLES: Final = {"same": _same, "faster": _faster, "better": _better}

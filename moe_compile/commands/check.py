@@ -12,21 +12,28 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from moe_compile.config import ENVIRONMENT_PREFIX
 from moe_compile.errors import InvalidConfig
+from torchtitan_integration.check.toml_table import with_options
 from torchtitan_integration.job_checks import checked_ranks, not_compiled, notes_on
-from torchtitan_integration.job_file import JobFile, find_job, read_job, uses_megamoe
+from torchtitan_integration.job_file import FOLDER, JobFile, find_job, read_job, uses_megamoe
 from torchtitan_integration.launch import allow_open_files, num_gpus, settings_on_gpus
+from torchtitan_integration.layout import BACKEND
 from torchtitan_integration.titan_keys import check_torchtitan
 
-SECTIONS: Final = {"same": 1.0, "faster": 1.0}
+SECTIONS: Final = {"same": 1.0, "faster": 1.0, "better": 2.0}
 """Sections, and their shares of the time."""
+GENERATING: Final = ("faster", "better")
+"""Sections that time generated code."""
+ON_REQUEST: Final = "better"
 OUTSIDE: Final = {"gradient_wire": "same", "blocks_per_graph": "1"}
 """Options that act outside of compiled blocks, alike in every form, and their defaults."""
 BUDGET_S: Final = 3600.0
@@ -43,13 +50,15 @@ def add_check(commands: Any) -> None:
         description="Train a few steps of a torchtitan job from one start, over the same batches: "
         "as written, by Inductor, by megamoe, and by megamoe without each thing that it does. "
         "same: what steps leave, bit for bit or by its distance from float64. faster: the time of "
-        "steps in turn, beside Inductor's best. With fewer GPUs than ranks all runs on the CPU, "
+        "steps in turn, beside Inductor's best. better, on request: other options raced for the "
+        "fastest. With fewer GPUs than ranks all runs on the CPU, "
         "where times say nothing of a cluster.",
         epilog="Flags of torchtitan follow the file and win over it, as for megamoe train. With "
         "--megamoe.codegen fx nothing is generated: minutes become seconds, and only same is "
         "checked. Started by torchrun, each process is one rank.",
         usage="megamoe check [-h] [--out FOLDER] [--sections LIST] [--steps N] [--rounds N] "
-        "[--layers N] [--budget-s S] [--nproc N] [--again] CONFIG [--section.key value ...]",
+        "[--layers N] [--budget-s S] [--nproc N] [--again] [--write] CONFIG "
+        "[--section.key value ...]",
         allow_abbrev=False,
     )
     check.add_argument("config", metavar="CONFIG", help="as for megamoe train")
@@ -58,7 +67,12 @@ def add_check(commands: Any) -> None:
     check.add_argument(
         "--sections",
         type=lambda text: text.split(","),
-        help=f"of {','.join(SECTIONS)}; default: all that the job has",
+        help=f"of {','.join(SECTIONS)}; default: all but {ON_REQUEST}",
+    )
+    check.add_argument(
+        "--write",
+        action="store_true",
+        help="write the options that better found into CONFIG, where they are faster on GPUs",
     )
     check.add_argument("--steps", type=_number, default=3, help="steps of each form in same; "
                        "default: %(default)s")  # fmt: skip
@@ -80,6 +94,8 @@ def check(known: argparse.Namespace, overrides: list[str]) -> int:
     ranks = checked_ranks(job, known.nproc or _ranks_of_torchrun(), is_run=True)
     _refuse(job)
     sections = _sections(job, known.sections)
+    if known.write:
+        _check_write(job, sections)
     for note in notes_on(job):
         _say(f"note: {note}")
     allow_open_files()
@@ -104,7 +120,10 @@ def check(known: argparse.Namespace, overrides: list[str]) -> int:
         if str(job.read(f"megamoe.{name}", off)) != off
     }
     notes = {"layers": known.layers, "settings": settings, "outside": outside}
-    return int(run.run_check(team, out, sections, identity, notes, known))
+    status = int(run.run_check(team, out, sections, identity, notes, known))
+    if known.write:
+        _write(job, out, device)
+    return status
 
 
 def _number(text: str) -> int:
@@ -138,15 +157,39 @@ def _sections(job: JobFile, asked: list[str] | None) -> dict[str, float]:
         raise InvalidConfig(
             f"--sections: there is no {unknown[0]!r}; write some of {', '.join(SECTIONS)}"
         )
-    if asked and "faster" in asked and not generates:
+    if not generates and (timed := [name for name in GENERATING if name in (asked or ())]):
         raise InvalidConfig(
             'megamoe.codegen is "fx": no code is generated, and times of single operators say '
-            "nothing; leave faster out of --sections, or megamoe.codegen out of the job"
+            f"nothing; leave {timed[0]} out of --sections, or megamoe.codegen out of the job"
         )
     if not asked and not generates:
         _say('megamoe.codegen is "fx": faster is left out, since no code is generated')
-    known = asked or (SECTIONS if generates else ["same"])
-    return {name: share for name, share in SECTIONS.items() if name in known}
+    default = [name for name in SECTIONS if generates and name != ON_REQUEST] or ["same"]
+    return {name: share for name, share in SECTIONS.items() if name in (asked or default)}
+
+
+def _check_write(job: JobFile, sections: Mapping[str, float]) -> None:
+    if ON_REQUEST not in sections:
+        raise InvalidConfig(
+            f"--write writes what {ON_REQUEST} finds; add it to --sections, or leave --write out"
+        )
+    if job.path.parent == FOLDER:
+        raise InvalidConfig(
+            f"--write would change the recipe {job.path}, which is the package's; copy it first"
+        )
+
+
+def _write(job: JobFile, out: Path, device: str) -> None:
+    """Write the options that won into the job's file, where they are known to be faster."""
+    sections: Any = importlib.import_module("moe_compile.check.sections")
+    found = sections.read_section(out, ON_REQUEST)
+    if device == "cpu":
+        _say(f"{job.path} stays: times of a CPU say nothing of a cluster")
+    elif not found.get("is_complete") or not found.get("is_faster"):
+        _say(f"{job.path} stays: nothing was found to be faster")
+    else:
+        job.path.write_text(with_options(job.path.read_text(), BACKEND, found["won"]))
+        _say(f"{job.path}: written into [{BACKEND}]: {json.dumps(found['won'])}")
 
 
 def _ranks_of_torchrun() -> int | None:

@@ -89,3 +89,10 @@ def test_generated_code_is_no_farther_from_float64_than_inductors_and_is_timed(t
     assert {"Inductor", "Inductor, reordered", "megamoe", "megamoe without chunks"} <= {*timed}
     assert all(row["ratio"]["num_pairs"] == 3 for row in timed.values())
     assert "they say nothing of a cluster" in said
+
+
+def test_a_job_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
+    """Its ranks were once started anew until the time was over."""
+    status, said = check(tmp_path, *SMALL[1:], *NODE_BY_NODE, "--layers=9")
+    assert status == 1 and "--layers is 9; write 1 to 3" in said
+    assert "new ones go on" not in said and "same: OPEN: the job's trainer" in said

@@ -11,9 +11,11 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from moe_compile.check.better import check_better
 from moe_compile.check.faster import check_faster
 from moe_compile.check.one_rank import read_rank_arguments, run_section, team_of
 from moe_compile.check.ranks import OF_AGENT
@@ -27,6 +29,7 @@ from torchtitan_integration.rank import end_with_parent
 SECTIONS: Final[Mapping[str, Callable[[Team, Any, argparse.Namespace], None]]] = {
     "same": lambda team, job, asked: check_same(team, job, job.config, asked.steps),
     "faster": lambda team, job, asked: check_faster(team, job, job.config, asked.rounds),
+    "better": lambda team, job, _: check_better(team, job, job.config),
 }
 
 
@@ -53,7 +56,14 @@ def main() -> int:
     os.environ.update({"MASTER_PORT": port, OF_AGENT: str(True)})
     training: Any = importlib.import_module("torchtitan_integration.check.training_job")
     trainer = cpu_trainer() if arguments.device == "cpu" else _trainer()
-    job = training.TrainingJob(words, trainer, num_steps=asked.steps, layers=asked.layers)
+    try:
+        job = training.TrainingJob(words, trainer, num_steps=asked.steps, layers=asked.layers)
+    except Exception as error:  # noqa: BLE001  (a job fails in ways no list covers)
+        traceback.print_exc()
+        if team.record is not None:
+            team.record.fail("the job's trainer", f"{type(error).__name__}: {error}"[:500])
+            team.record.put(is_complete=True)
+        return 1
     return run_section(team, lambda: SECTIONS[arguments.section](team, job, asked))
 
 
