@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from moe_compile.commands.bisect import add_bisect, bisect, split_command
 from moe_compile.commands.calibrate import add_calibrate
 from moe_compile.commands.check import add_check, check
 from moe_compile.commands.doctor import add_doctor
@@ -22,7 +23,8 @@ from moe_compile.source_hash import installed_version
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = _parser()
-    known, overrides = parser.parse_known_args(arguments)
+    words, command = split_command(sys.argv[1:] if arguments is None else arguments)
+    known, overrides = parser.parse_known_args(words)
     try:
         if known.command is None:
             parser.print_help()
@@ -31,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
             return train(known, overrides)
         if known.command == "check":
             return check(known, overrides)
+        if known.command == "bisect":
+            return bisect(known, overrides, command)
         if overrides:
             parser.error(f"megamoe {known.command} has no {overrides[0]!r}")
         return int(known.run(known))
@@ -47,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_train(commands)
     add_check(commands)
+    add_bisect(commands)
     add_simulate(commands)
     add_doctor(commands)
     add_calibrate(commands)

@@ -11,8 +11,8 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -51,6 +51,13 @@ class Form:
     """What the form asks for besides the options that every form of its backend has."""
     is_precise: bool = False
     """Whether everything is computed in float64."""
+    blocks: frozenset[int] | None = None
+    """Numbers of the switches that run it, from 0, the others as written; None for all."""
+
+    @property
+    def code(self) -> str:
+        """Return a name of the code made for it, which forms of other blocks share."""
+        return repr((self.backend, sorted(self.options.items()), self.is_precise))
 
 
 AS_WRITTEN: Final = Form(name="as written")
@@ -72,7 +79,7 @@ class Forms:
         self.current = AS_WRITTEN
         self.watcher: Callable[[int, Any], None] | None = None
         """Called with a switch's number and its result."""
-        self._num_switches = 0
+        self.num_switches = 0
         self._compilations: dict[str, list[Compilation]] = {}
         torch._dynamo.config.recompile_limit = MANY
         torch._dynamo.config.accumulated_recompile_limit = MANY * MANY
@@ -84,17 +91,19 @@ class Forms:
         `precise` is what a form in float64 runs: `forward` without activation checkpointing, which
         would compute again at the precision as written.
         """
-        number, made = self._num_switches, dict[str, Call]()
-        self._num_switches += 1
+        number, made = self.num_switches, dict[str, Call]()
+        self.num_switches += 1
         of_all = {k: v for k, v in options.items() if not k.startswith(PREFIX)}
 
         def run(*args: Any, **kwargs: Any) -> Any:
             form = self.current
-            if form.name not in made:
+            if form.blocks is not None and number not in form.blocks:
+                form = AS_WRITTEN
+            if form.code not in made:
                 given = options if form.backend == OURS else of_all
                 code = precise if form.is_precise else forward
-                made[form.name] = made_by(form, code, given)
-            result = made[form.name](*args, **kwargs)
+                made[form.code] = made_by(form, code, given)
+            result = made[form.code](*args, **kwargs)
             if self.watcher is not None:
                 self.watcher(number, result)
             return result
@@ -110,11 +119,11 @@ class Forms:
             yield
         finally:
             self.current = before
-            self._compilations.setdefault(form.name, []).extend(REPORT.compilations[known:])
+            self._compilations.setdefault(form.code, []).extend(REPORT.compilations[known:])
 
     def report(self, form: Form) -> dict[str, Any]:
         """Return what megamoe did in a form that ran, as `REPORT` has it."""
-        whole, own = REPORT.as_dict(), self._compilations.get(form.name, [])
+        whole, own = REPORT.as_dict(), self._compilations.get(form.code, [])
         return {
             **report_of(own, [], hardware=str(whole["hardware"])),
             "warnings": whole["warnings"],
@@ -130,6 +139,16 @@ def made_by(form: Form, forward: Call, options: Mapping[str, Any]) -> Call:
         return forward
     given = {**options, **form.options}
     return torch.compile(forward, backend=form.backend, fullgraph=True, options=given)
+
+
+def without_passes(form: Form, config: MegaMoEConfig, names: Sequence[str]) -> Form:
+    """Return a form without passes, besides those that the job leaves out."""
+    left_out = (*config.disable_passes, *names)
+    return replace(
+        form,
+        name=f"{form.name}, without {', '.join(names)}",
+        options={**form.options, PREFIX + "disable_passes": left_out},
+    )
 
 
 WITHOUT: Final[Mapping[str, Form]] = {

@@ -13,9 +13,12 @@ Contract
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -31,8 +34,8 @@ from moe_compile.check.forms import (
 )
 from moe_compile.check.marks import Difference, distance, first_difference
 from moe_compile.check.sections import Record, say
-from moe_compile.check.steps import Steps, Trace, trace
-from moe_compile.check.team import Team
+from moe_compile.check.steps import Steps, Trace, keeps_bits, trace
+from moe_compile.check.team import RESTART, Team
 from moe_compile.config import MegaMoEConfig
 from moe_compile.plan.chunk_numbers import LAST_BITS
 from moe_compile.report.explanation_text import why_nothing_was_rewritten
@@ -66,6 +69,8 @@ class Found:
     """Passes that changed a graph."""
     regions: tuple[str, ...] = ()
     """The verdict on each region."""
+    places: tuple[str, ...] = ()
+    """Where the regions are in the source."""
 
 
 class Same:
@@ -88,7 +93,7 @@ class Same:
         """Run a form and compare it with the program as written."""
         written = self.written()
         reference = written.gradients
-        if form in (PLAIN, AS_ASKED):
+        if not keeps_bits(form):
             self.run_precise()
             reference = (self._precise or written).gradients
         found = (
@@ -117,15 +122,13 @@ class Same:
     def _said(self, form: Form) -> dict[str, Any]:
         report = self._job.forms.report(form)
         applied = dict.fromkeys(one["pass"] for one in report["passes"] if one.get("applied"))
+        regions = [r for r in report["regions"] + report["attention"] if r.get("is_region", True)]
         return {
             "nothing": why_nothing_was_rewritten(report),
             "excuses": excuses(self._config, report),
             "passes": tuple(applied),
-            "regions": tuple(
-                one["verdict"]
-                for one in report["regions"] + report["attention"]
-                if one.get("is_region", True)
-            ),
+            "regions": tuple(one["verdict"] for one in regions),
+            "places": tuple(one["where"] for one in regions),
         }
 
 
@@ -159,6 +162,24 @@ class Judge:
 
     def judge(self, form: Form, record: Record, found: list[Found]) -> None:
         """Record a form's row, and a failure where it is not the same."""
+        row = self._row(form, record, found)
+        if form is AGAIN:
+            record.put(repeats=row["holds"])
+        record.add_row(row)
+        record.expect(row["holds"], form.name, _with_passes(row["found"], row["passes"]))
+        if nothing := next((one.nothing for one in found if one.nothing), ""):
+            why = f"megamoe rewrote nothing, so this shows nothing: {nothing}"
+            record.expect(not all(one.nothing for one in found), form.name, why)
+        say(f"same: {form.name}: {row['found']}")
+
+    def try_out(self, form: Form, record: Record, found: list[Found]) -> None:
+        """Note whether a form that was tried in a search is the same; it is no failure if not."""
+        row = self._row(form, record, found)
+        record.put(tried=[*record.data.get("tried", ()), row])
+        say(f"tried: {form.name}: {row['found']}")
+
+    def _row(self, form: Form, record: Record, found: Sequence[Found]) -> dict[str, Any]:
+        """Return a form's row in the table, with whether it `holds`."""
         differs = [(r, one.difference) for r, one in enumerate(found) if one.difference is not None]
         said, is_same = "the same bit for bit", not differs
         row: dict[str, Any] = {
@@ -167,6 +188,7 @@ class Judge:
             "seconds": max(one.seconds for one in found),
             "passes": sorted({name for one in found for name in one.passes}),
             "regions": counted([verdict for one in found for verdict in one.regions]),
+            "places": list(dict.fromkeys(place for one in found for place in one.places)),
             "excuses": list(dict.fromkeys(text for one in found for text in one.excuses)),
         }
         if differs:
@@ -174,20 +196,11 @@ class Judge:
             if form is not AGAIN and not record.data.get("repeats", True):
                 said += "; as written it does not repeat its own bits either"
             row["first_difference"] = {"rank": differs[0][0], **asdict(differs[0][1])}
-        if form is AGAIN:
-            record.put(repeats=is_same)
-        if form in (PLAIN, AS_ASKED) or (row["excuses"] and not is_same):
+        if not keeps_bits(form) or (row["excuses"] and not is_same):
             why, more = self._by_distance(form, record, found)
             row |= more
             is_same, said = not why, why or more["found"]
-        row["found"] = said
-        row["holds"] = is_same
-        record.add_row(row)
-        record.expect(is_same, form.name, _with_passes(said, row["passes"]))
-        if nothing := next((one.nothing for one in found if one.nothing), ""):
-            why = f"megamoe rewrote nothing, so this shows nothing: {nothing}"
-            record.expect(not all(one.nothing for one in found), form.name, why)
-        say(f"same: {form.name}: {said}")
+        return {**row, "found": said, "holds": is_same}
 
     def _by_distance(
         self, form: Form, record: Record, found: Sequence[Found]
@@ -257,21 +270,104 @@ def _with_passes(said: str, passes: Sequence[str]) -> str:
     return f"{said}. Passes that changed a graph: {', '.join(passes)}" if passes else said
 
 
-def check_same(team: Team, job: Steps, config: MegaMoEConfig, num_steps: int) -> None:
-    """Run the section."""
-    same, judge = Same(job, config, num_steps), Judge(config)
+class Trials:
+    """Forms that all ranks run and rank 0 judges, each an item of the team."""
 
-    def run(form: Form) -> None:
-        team.run(form.name, partial(same.run, form), partial(judge.judge, form))
+    def __init__(
+        self, team: Team, job: Steps, config: MegaMoEConfig, num_steps: int, limit_s: float = 0.0
+    ) -> None:
+        """Run forms of `job`; processes that take longer than `limit_s` for one end, unless 0."""
+        self.team, self.job, self.config = team, job, config
+        self._same, self._judge = Same(job, config, num_steps), Judge(config)
+        self._limit_s = limit_s
 
-    run(AS_WRITTEN)
-    run(AGAIN)
-    run(NODE_BY_NODE)
-    if config.codegen == "fx":
-        return
-    team.run(PRECISE.name, same.run_precise, judge_precise)
-    run(PLAIN)
-    run(AS_ASKED)
+    def run(self, form: Form) -> bool:
+        """Run and judge a form for the section's table; return False, on all ranks, if it is wrong.
+
+        A form that no longer fits in the time is not.
+        """
+        return self._verdict(form, self._judge.judge, needs_s=0.0) != WRONG
+
+    def is_right(self, form: Form, needs_s: float = 0.0) -> bool:
+        """Try a form out; return, on all ranks, whether it holds.
+
+        A form that raises, or does not end, does not. Raises OutOfTime where it was not run.
+        """
+        verdict = self._verdict(form, self._judge.try_out, needs_s=needs_s)
+        if verdict == OPEN:
+            raise OutOfTime(form.name)
+        return verdict == HOLDS
+
+    def run_precise(self) -> None:
+        """Run in float64 what distances are from."""
+        self.team.run(PRECISE.name, self._same.run_precise, judge_precise)
+
+    def _verdict(self, form: Form, judge: Callable[..., None], *, needs_s: float) -> str:
+        def work() -> Found:
+            with ended_after(self._limit_s, form.name):
+                return self._same.run(form)
+
+        self.team.run(form.name, work, partial(judge, form), needs_s=needs_s)
+        record = self.team.record
+        said = None if record is None else verdict_of(form, record)
+        return self.team.tell(f"verdict/{form.name}", said)
+
+
+HOLDS: Final = "holds"
+WRONG: Final = "wrong"
+OPEN: Final = "open"
+
+
+class OutOfTime(Exception):
+    """A form was not run, since it no longer fits in the section's time."""
+
+
+def verdict_of(form: Form, record: Record) -> str:
+    """Return the verdict on a form that was run, by this process or one before it."""
+    rows = [*record.data["rows"], *record.data.get("tried", ())]
+    for row in rows:
+        if row["form"] == form.name:
+            return HOLDS if row["holds"] else WRONG
+    why = next((f["why"] for f in record.data["failures"] if f["what"] == form.name), "")
+    if not why:
+        return OPEN
+    record.put(
+        tried=[*record.data.get("tried", ()), {"form": form.name, "found": why, "holds": False}]
+    )
+    return WRONG
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float, what: str) -> Iterator[None]:
+    """End this process where what is within takes longer, so that a new one goes on; not with 0."""
+
+    def end() -> None:
+        say(f"{what}: it did not end in {seconds:.0f} s: its processes are ended")
+        os._exit(RESTART)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    if seconds:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def check_same(trials: Trials, *, until_wrong: bool = False) -> Form | None:
+    """Run the section; return the first form by megamoe that is wrong, None where none is.
+
+    With `until_wrong` nothing runs once one is.
+    """
+    trials.run(AS_WRITTEN)
+    trials.run(AGAIN)
+    wrong = None if trials.run(NODE_BY_NODE) else NODE_BY_NODE
+    if trials.config.codegen == "fx" or (until_wrong and wrong):
+        return wrong
+    trials.run_precise()
+    trials.run(PLAIN)
+    return wrong if trials.run(AS_ASKED) else wrong or AS_ASKED
 
 
 def judge_precise(record: Record, found: list[str]) -> None:

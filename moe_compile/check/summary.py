@@ -11,6 +11,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from moe_compile.check.culprit import sentences
 from moe_compile.check.machine import describe_gpu_machine
 from moe_compile.check.ranks import Ranks
 from moe_compile.check.sections import passed_before, read_section, run_sections
@@ -19,6 +20,7 @@ from moe_compile.entry_points import hash_of_packages
 from moe_compile.source_hash import EVERY_SOURCE, ROOT, hash_of_sources
 
 WIDTH: Final = 132
+MORE: Final = "megamoe bisect, with the same arguments, finds the pass, and the block"
 ALIKE: Final = ("device", "ranks", "sources", "job")
 """What a section that passed must have had in common with this run to stay."""
 RECIPE: Final = tuple(sorted((ROOT / "torchtitan_integration").rglob("*.py")))
@@ -31,19 +33,12 @@ def run_check(
     ranks: Ranks,
     out: Path,
     sections: Mapping[str, float],
-    identity: Mapping[str, Any],
-    notes: Mapping[str, Any],
+    head: Mapping[str, Any],
     asked: argparse.Namespace,
 ) -> int:
     """Run `sections` on `ranks`, of which this is the first; return the exit status."""
     console = Console(width=WIDTH)
-    summary: dict[str, Any] = {
-        **identity,
-        **notes,
-        "machine": describe_gpu_machine(str(identity["device"])),
-        "sources": f"{hash_of_sources((*EVERY_SOURCE, *RECIPE))} {hash_of_packages()}",
-        "sections": {},
-    }
+    summary = begun(head)
     if not asked.again:
         summary["sections"] = passed_before(out, summary, ALIKE)
     for name in summary["sections"]:
@@ -53,6 +48,16 @@ def run_check(
     ranks.end()
     print_check(console, out, summary)
     return 0 if has_passed else 1
+
+
+def begun(head: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a summary without sections, of a job, its ranks and its device in `head`."""
+    return {
+        **head,
+        "machine": describe_gpu_machine(str(head["device"])),
+        "sources": f"{hash_of_sources((*EVERY_SOURCE, *RECIPE))} {hash_of_packages()}",
+        "sections": {},
+    }
 
 
 def print_check(console: Console, out: Path, summary: Mapping[str, Any]) -> None:
@@ -73,6 +78,9 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
             said.append(f"{name}: {SAYS[name](section)}")
         else:
             said.append(f"{name}: {_why_not(summary['sections'][name], section)}")
+        if name == "same" and section.get("failures"):
+            said += [f"{name}: {line}" for line in sentences(section.get("culprit", {}))]
+            said.append(f"{name}: {MORE}")
     if summary["device"] == "cpu" and "faster" in summary["sections"]:
         said.append(f"note: {NO_LINK}")
     if summary["layers"]:

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,8 +63,7 @@ def add_check(commands: Any) -> None:
         allow_abbrev=False,
     )
     check.add_argument("config", metavar="CONFIG", help="as for megamoe train")
-    check.add_argument("--out", type=Path, help="folder for the results; default: check in the "
-                       "job's folder")  # fmt: skip
+    add_job_arguments(check, folder="check")
     check.add_argument(
         "--sections",
         type=lambda text: text.split(","),
@@ -74,59 +74,102 @@ def add_check(commands: Any) -> None:
         action="store_true",
         help="write the options that better found into CONFIG, where they are faster on GPUs",
     )
-    check.add_argument("--steps", type=_number, default=3, help="steps of each form in same; "
-                       "default: %(default)s")  # fmt: skip
-    check.add_argument("--rounds", type=_number, default=11, help="rounds of faster, in each a "
+    check.add_argument("--rounds", type=number, default=11, help="rounds of faster, in each a "
                        "step of every form; default: %(default)s")  # fmt: skip
-    check.add_argument("--layers", type=_number, default=0, help="check the model's first layers "
-                       "alone")  # fmt: skip
-    check.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all; "
-                       "default: %(default)g")  # fmt: skip
-    check.add_argument("--nproc", metavar="N", type=_number, help="ranks to start; default: the "
-                       "product of the TOML's degrees")  # fmt: skip
     check.add_argument("--again", action="store_true", help="run sections too that passed before")
+
+
+def add_job_arguments(parser: argparse.ArgumentParser, *, folder: str) -> None:
+    """Add the arguments of commands that run a job in several forms."""
+    parser.add_argument("--out", type=Path, help=f"folder for the results; default: {folder} in "
+                        "the job's folder")  # fmt: skip
+    parser.add_argument("--steps", type=number, default=3, help="steps of each form in same; "
+                        "default: %(default)s")  # fmt: skip
+    parser.add_argument("--layers", type=number, default=0, help="run the model's first layers "
+                        "alone")  # fmt: skip
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all; "
+                        "default: %(default)g")  # fmt: skip
+    parser.add_argument("--nproc", metavar="N", type=number, help="ranks to start; default: the "
+                        "product of the TOML's degrees")  # fmt: skip
 
 
 def check(known: argparse.Namespace, overrides: list[str]) -> int:
     """Run the subcommand; return the exit status. Raises InvalidConfig."""
+    job, ranks = checked_job(known, overrides)
+    sections = _sections(job, known.sections)
+    if known.write:
+        _check_write(job, sections)
+    started = start(job, ranks, known, overrides, [f"--rounds={known.rounds}"], folder="check")
+    if started.team.rank:
+        started.team.follow()
+        return 0
+    run: Any = importlib.import_module("moe_compile.check.summary")  # imports torch
+    status = int(run.run_check(started.team, started.out, sections, started.head, known))
+    if known.write:
+        _write(job, started.out, started.head["device"])
+    return status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """A job's ranks, this process the driver of all or of one, and the head of its summary."""
+
+    team: Any
+    """A `moe_compile.check.ranks.Ranks`."""
+    out: Path
+    head: dict[str, Any]
+
+
+def checked_job(known: argparse.Namespace, overrides: list[str]) -> tuple[JobFile, int]:
+    """Return the job and its number of ranks. Raises InvalidConfig."""
     job = read_job(find_job(known.config), overrides)
     check_torchtitan()
     ranks = checked_ranks(job, known.nproc or _ranks_of_torchrun(), is_run=True)
     _refuse(job)
-    sections = _sections(job, known.sections)
-    if known.write:
-        _check_write(job, sections)
+    return job, ranks
+
+
+def start(
+    job: JobFile,
+    ranks: int,
+    known: argparse.Namespace,
+    overrides: list[str],
+    words: list[str],
+    *,
+    folder: str,
+) -> Started:
+    """Make the ranks' drivers; each rank is given `words`. Results go to `folder` by default."""
     for note in notes_on(job):
         _say(f"note: {note}")
     allow_open_files()
     device = "cpu" if num_gpus() < _local_ranks(ranks) else "cuda"
     settings = settings_on_gpus(os.environ) if device == "cuda" else {}
-    out = (known.out or Path(job.read("job.dump_folder", "outputs"), "check")).resolve()
+    out = (known.out or Path(job.read("job.dump_folder", "outputs"), folder)).resolve()
     words = [
-        f"--steps={known.steps}", f"--rounds={known.rounds}", f"--layers={known.layers}",
+        *words, f"--steps={known.steps}", f"--layers={known.layers}",
         f"--job.config_file={job.path}", *overrides, *_of_check(out),
     ]  # fmt: skip
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks are ended on the way out
     driver: Any = importlib.import_module("moe_compile.check.ranks")
     team = driver.Ranks(out, device, ranks, ONE_RANK, settings=settings, words=words)
-    if team.rank:
-        team.follow()
-        return 0
-    run: Any = importlib.import_module("moe_compile.check.summary")  # imports torch
-    identity = {"job": _identity(job, known), "device": device, "ranks": team.num_ranks}
     outside = {
         f"megamoe.{name}": job.read(f"megamoe.{name}", off)
         for name, off in OUTSIDE.items()
         if str(job.read(f"megamoe.{name}", off)) != off
     }
-    notes = {"layers": known.layers, "settings": settings, "outside": outside}
-    status = int(run.run_check(team, out, sections, identity, notes, known))
-    if known.write:
-        _write(job, out, device)
-    return status
+    head = {
+        "job": _identity(job, known),
+        "device": device,
+        "ranks": team.num_ranks,
+        "layers": known.layers,
+        "settings": settings,
+        "outside": outside,
+    }
+    return Started(team=team, out=out, head=head)
 
 
-def _number(text: str) -> int:
+def number(text: str) -> int:
+    """Return a whole number of at least 1, for argparse."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number; write 1 or more")
     return int(text)

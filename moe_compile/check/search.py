@@ -1,0 +1,68 @@
+"""Find out what of several things makes a result wrong, by trials without some of them.
+
+Contract
+    A trial is asked once for each choice. Every one halves what is open: the number of trials grows
+    with the logarithm of the number of things, times the number of culprits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+Trial = Callable[[frozenset[str]], bool]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Culprit:
+    """The things without which a result is right."""
+
+    names: tuple[str, ...]
+    """The result is right without these, and wrong where one of them comes back."""
+    right_up_to: str
+    """The result is right with all things up to this one and none after; "": with none at all."""
+    wrong_from: str
+    """The next one, with which it is wrong."""
+
+
+def find_culprit(names: Sequence[str], is_right: Trial) -> Culprit | None:
+    """Return what of `names`, in their order, makes a result wrong; None where it is none of them.
+
+    `is_right` tells whether the result is right without the given ones; with all of them it is
+    known to be wrong. Of two that are wrong together alone it is the later one.
+    """
+    known = dict[frozenset[str], bool]({frozenset(): False})
+
+    def tried(left_out: Collection[str]) -> bool:
+        choice = frozenset(left_out)
+        if choice not in known:
+            known[choice] = is_right(choice)
+        return known[choice]
+
+    if not tried(names):
+        return None
+    found, others = list[str](), list(names)
+    right_up_to = ""
+    while not tried(found):
+        number = first_wrong(len(others), lambda kept: tried([*found, *others[kept:]]))
+        if not found:
+            right_up_to = others[number - 2] if number > 1 else ""
+        found.append(others.pop(number - 1))
+    first = found[0]
+    for one in found[:-1]:
+        if tried(rest := [name for name in found if name != one]):
+            found = rest
+    ordered = tuple(name for name in names if name in found)
+    return Culprit(names=ordered, right_up_to=right_up_to, wrong_from=first)
+
+
+def first_wrong(number: int, is_right: Callable[[int], bool]) -> int:
+    """Return k, from 1 to `number`: the result is right with the first k - 1 things, not with k.
+
+    With none it is known to be right, and with all of them wrong.
+    """
+    right, wrong = 0, number
+    while wrong - right > 1:
+        middle = (right + wrong) // 2
+        right, wrong = (middle, wrong) if is_right(middle) else (right, middle)
+    return wrong
