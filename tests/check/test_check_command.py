@@ -2,18 +2,23 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from moe_compile.cli import main
+from moe_compile.commands.check import SECTIONS
 from tests.check.wrong_rows import NAME, install
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "--layers=2", "--steps=2", "--training.seq_len=32", "--training.local_batch_size=2",
 )  # fmt: skip
+OF_OTHERS = {"--nnodes", "--nproc-per-node", "--megamoe"}
+"""Flags in docs/check.md that are torchrun's, and torchtitan's."""
 NODE_BY_NODE = ("--megamoe.codegen=fx",)
 
 
@@ -78,6 +83,17 @@ def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, words, wanted):
     assert not (tmp_path / "outputs").exists()
 
 
+def test_the_page_names_flags_and_sections_that_there_are(capsys):
+    page = (ROOT / "docs/check.md").read_text()
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    said = capsys.readouterr().out
+    flags = {*re.findall(r"--[a-z][a-z-]*(?![\w.])", page)} - OF_OTHERS
+    assert {"--steps", "--rounds", "--layers", "--write", "--again"} <= flags
+    assert not [flag for flag in flags if flag not in said]
+    assert all(f"**{name}" in page for name in SECTIONS)
+
+
 @pytest.mark.slow
 def test_generated_code_is_no_farther_from_float64_than_inductors_and_is_timed(tmp_path):
     status, said = check(tmp_path, *SMALL, "--rounds=3", timeout=1700)
@@ -91,6 +107,7 @@ def test_generated_code_is_no_farther_from_float64_than_inductors_and_is_timed(t
     assert "they say nothing of a cluster" in said
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
     """Its ranks were once started anew until the time was over."""
     status, said = check(tmp_path, *SMALL[1:], *NODE_BY_NODE, "--layers=9")
