@@ -34,12 +34,12 @@ SECTIONS: Final = {"same": 1.0, "faster": 1.0, "better": 2.0}
 GENERATING: Final = ("faster", "better")
 """Sections that time generated code."""
 ON_REQUEST: Final = "better"
+INTERRUPTED: Final = 130
+"""The exit status of a shell's command that an interrupt ended."""
 OUTSIDE: Final = {"gradient_wire": "same", "blocks_per_graph": "1"}
 """Options that act outside of compiled blocks, alike in every form, and their defaults."""
 BUDGET_S: Final = 3600.0
 ONE_RANK: Final = "torchtitan_integration.check.one_rank"
-ALIKE: Final = ("device", "ranks", "sources", "job")
-WIDTH: Final = 120
 
 
 def add_check(commands: Any) -> None:
@@ -100,30 +100,47 @@ def check(known: argparse.Namespace, overrides: list[str]) -> int:
         _say(f"note: {note}")
     allow_open_files()
     device = "cpu" if num_gpus() < _local_ranks(ranks) else "cuda"
-    settings = settings_on_gpus(os.environ) if device == "cuda" else {}
     out = (known.out or Path(job.read("job.dump_folder", "outputs"), "check")).resolve()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks are ended on the way out
+    try:
+        status = _run(job, known, out, sections, (device, ranks))
+    except KeyboardInterrupt:
+        _say("ended by a signal; the same command goes on behind the sections that passed")
+        return INTERRUPTED
+    if known.write:
+        _write(job, out, device)
+    return status
+
+
+def _run(
+    job: JobFile,
+    known: argparse.Namespace,
+    out: Path,
+    sections: Mapping[str, float],
+    place: tuple[str, int],
+) -> int:
+    """Run the sections on `place`, a kind of device and a number of ranks; return the status."""
+    device, ranks = place
+    settings = settings_on_gpus(os.environ) if device == "cuda" else {}
     words = [
         f"--steps={known.steps}", f"--rounds={known.rounds}", f"--layers={known.layers}",
-        f"--job.config_file={job.path}", *overrides, *_of_check(out),
+        f"--job.config_file={job.path}", *job.overrides, *_of_check(out),
     ]  # fmt: skip
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks are ended on the way out
     driver: Any = importlib.import_module("moe_compile.check.ranks")
     team = driver.Ranks(out, device, ranks, ONE_RANK, settings=settings, words=words)
     if team.rank:
         team.follow()
         return 0
-    run: Any = importlib.import_module("moe_compile.check.summary")  # imports torch
+    summary: Any = importlib.import_module("moe_compile.check.summary")  # imports torch
     identity = {"job": _identity(job, known), "device": device, "ranks": team.num_ranks}
-    outside = {
-        f"megamoe.{name}": job.read(f"megamoe.{name}", off)
-        for name, off in OUTSIDE.items()
-        if str(job.read(f"megamoe.{name}", off)) != off
-    }
-    notes = {"layers": known.layers, "settings": settings, "outside": outside}
-    status = int(run.run_check(team, out, sections, identity, notes, known))
-    if known.write:
-        _write(job, out, device)
-    return status
+    notes = {"layers": known.layers, "settings": settings, "outside": _outside(job)}
+    return int(summary.run_check(team, out, sections, identity, notes, known))
+
+
+def _outside(job: JobFile) -> dict[str, Any]:
+    """Return the options of a job that act outside of compiled blocks."""
+    said = {name: job.read(f"megamoe.{name}", off) for name, off in OUTSIDE.items()}
+    return {f"megamoe.{name}": v for name, v in said.items() if str(v) != OUTSIDE[name]}
 
 
 def _number(text: str) -> int:
@@ -180,7 +197,9 @@ def _check_write(job: JobFile, sections: Mapping[str, float]) -> None:
 
 
 def _write(job: JobFile, out: Path, device: str) -> None:
-    """Write the options that won into the job's file, where they are known to be faster."""
+    """Write the options that won into the job's file, once, where they are known to be faster."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     sections: Any = importlib.import_module("moe_compile.check.sections")
     found = sections.read_section(out, ON_REQUEST)
     if device == "cpu":
@@ -213,5 +232,6 @@ def _of_check(out: Path) -> list[str]:
 def _identity(job: JobFile, known: argparse.Namespace) -> str:
     """Return a hash of the job and of what was asked of it."""
     ours = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(ENVIRONMENT_PREFIX))
-    said = [job.path.read_text(), *job.overrides, *ours, str(known.layers), str(known.steps)]
+    asked = [str(number) for number in (known.layers, known.steps, known.rounds)]
+    said = [job.path.read_text(), *job.overrides, *ours, *asked]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()
