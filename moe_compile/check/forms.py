@@ -21,6 +21,7 @@ from moe_compile.check.high_precision import in_high_precision
 from moe_compile.config import OFF, PREFIX, MegaMoEConfig
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import REPORT, report_of
+from passes.pipeline import all_names
 
 Call = Callable[..., Any]
 
@@ -62,6 +63,15 @@ AS_ASKED: Final = Form(name="megamoe", backend=OURS)
 NODE_BY_NODE: Final = Form(
     name="megamoe, node by node", backend=OURS, options={PREFIX + "codegen": "fx"}
 )
+
+
+WITHOUT_PASSES: Final = "node by node, without passes"
+
+
+def nothing_rewritten() -> Form:
+    """Return the form by megamoe, node by node, without any pass."""
+    off = {PREFIX + "codegen": "fx", PREFIX + "disable_passes": list(all_names())}
+    return Form(name=WITHOUT_PASSES, backend=OURS, options=off)
 
 
 class Forms:

@@ -5,6 +5,7 @@ Contract
     By megamoe, node by node: losses, outputs of blocks, gradients, the gradient norm, parameters,
     buffers and random state have the bits of the program as written, on every rank, after every
     step. Where options or a CPU leave bits open it is judged as generated code is, and says why.
+    If they differ, the same without any pass tells whether it is a pass that makes the difference.
     By Inductor and by megamoe, in generated code: gradients of the first step are no farther from
     those in float64 than `FACTOR` times Inductor's, and `FLOOR`. Where float64 does not run they
     are compared with those as written.
@@ -27,7 +28,9 @@ from moe_compile.check.forms import (
     NODE_BY_NODE,
     PLAIN,
     PRECISE,
+    WITHOUT_PASSES,
     Form,
+    nothing_rewritten,
 )
 from moe_compile.check.marks import Difference, distance, first_difference
 from moe_compile.check.sections import Record, say
@@ -147,7 +150,7 @@ def excuses(config: MegaMoEConfig, report: Mapping[str, Any]) -> tuple[str, ...]
 def is_lossy(config: MegaMoEConfig) -> bool:
     """Whether options ask for rows in eight bits."""
     wires = (config.dispatch_wire, config.combine_wire)
-    return any(w.startswith("fp8") for w in wires) or "lossy" in (config.numerics,)
+    return any(w.startswith("fp8") for w in wires) or config.numerics == "lossy"
 
 
 class Judge:
@@ -183,11 +186,13 @@ class Judge:
         row["found"] = said
         row["holds"] = is_same
         record.add_row(row)
+        say(f"same: {form.name}: {said}")
+        if form.name == WITHOUT_PASSES:
+            return  # it says where a failure comes from
         record.expect(is_same, form.name, _with_passes(said, row["passes"]))
         if nothing := next((one.nothing for one in found if one.nothing), ""):
             why = f"megamoe rewrote nothing, so this shows nothing: {nothing}"
             record.expect(not all(one.nothing for one in found), form.name, why)
-        say(f"same: {form.name}: {said}")
 
     def _by_distance(
         self, form: Form, record: Record, found: Sequence[Found]
@@ -267,11 +272,21 @@ def check_same(team: Team, job: Steps, config: MegaMoEConfig, num_steps: int) ->
     run(AS_WRITTEN)
     run(AGAIN)
     run(NODE_BY_NODE)
+    if team.tell("differs", _differs(team.record)) == "True":
+        run(nothing_rewritten())
     if config.codegen == "fx":
         return
     team.run(PRECISE.name, same.run_precise, judge_precise)
     run(PLAIN)
     run(AS_ASKED)
+
+
+def _differs(record: Record | None) -> str | None:
+    """Return whether bits differ node by node, as the rank that keeps the record tells it."""
+    if record is None:
+        return None
+    rows = [row for row in record.data["rows"] if row["form"] == NODE_BY_NODE.name]
+    return str(not all(row["holds"] for row in rows))
 
 
 def judge_precise(record: Record, found: list[str]) -> None:

@@ -55,7 +55,9 @@ def test_a_wrong_value_is_found_with_the_first_tensor_that_has_it(tmp_path):
     words = (*SMALL, *NODE_BY_NODE, f"--megamoe.transport={NAME}")
     status, said = check(tmp_path, *words, path=[tmp_path])
     assert status == 1, said
-    first = forms(tmp_path)["megamoe, node by node"]["first_difference"]
+    rows = forms(tmp_path)
+    assert rows["node by node, without passes"]["found"] == "the same bit for bit"
+    first = rows["megamoe, node by node"]["first_difference"]
     assert first["name"] == "step 1: output of block 2"
     assert first["found"] != first["written"] > 0.0
     assert "same: DOES NOT HOLD" in said and "route_exchanges" in said

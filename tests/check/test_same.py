@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_compile.check.forms import AGAIN, AS_ASKED, AS_WRITTEN, NODE_BY_NODE, PLAIN
+from moe_compile.check.forms import (
+    AGAIN,
+    AS_ASKED,
+    AS_WRITTEN,
+    NODE_BY_NODE,
+    PLAIN,
+    nothing_rewritten,
+)
 from moe_compile.check.marks import Difference, distance, first_difference, mark_of, squares
 from moe_compile.check.same import (
     ALL,
@@ -106,9 +113,6 @@ def judged(tmp_path, form, *found, config=None, **before):
     record = Record(path=tmp_path / "same.json", deadline=time.monotonic() + 9)
     record.put(**before)
     Judge(config or MegaMoEConfig()).judge(form, record, [*found])
-    assert record.data["rows"][0]["holds"] is not bool(
-        [one for one in record.data["failures"] if "shows nothing" not in one["why"]]
-    )
     return record
 
 
@@ -120,6 +124,12 @@ def test_equal_bits_hold_and_others_fail_with_the_rank_and_the_passes(tmp_path):
     assert "Passes that changed a graph: rewrite_regions" in failure["why"]
     assert record.data["rows"][0]["first_difference"]["rank"] == 1
     assert record.data["rows"][0]["regions"] == ["4 regions chunked"]
+
+
+def test_the_run_without_passes_says_where_a_failure_comes_from_and_is_none(tmp_path):
+    off = replace(FINE, difference=FIRST, nothing="the options leave it off")
+    record = judged(tmp_path, nothing_rewritten(), off)
+    assert not record.data["failures"] and "loss on rank 0" in record.data["rows"][0]["found"]
 
 
 def test_a_program_that_does_not_repeat_its_bits_fails_and_is_named_where_megamoe_differs(tmp_path):
