@@ -62,6 +62,13 @@ def ways(config: MegaMoEConfig) -> dict[str, Form]:
     return found
 
 
+def is_possible(form: Form, experts: int) -> bool:
+    """Return whether a form's number of chunks, if it has one, is not above the experts'."""
+    chunks = form.options.get(PREFIX + "chunks", 1)
+    by_tokens = form.options.get(PREFIX + "chunk_by") == "tokens"
+    return by_tokens or not isinstance(chunks, int) or chunks <= experts
+
+
 class Race:
     """Rank 0's account of a race: who runs, and what it took."""
 
@@ -70,10 +77,13 @@ class Race:
         self.plans: dict[str, str] = {}
         """What megamoe does in each way that is raced."""
         self.longest_s = 0.0
+        self.experts = 0
+        """The most experts that a rank has of a layer: more chunks of experts there are not."""
 
     def judge_first(self, form: Form, record: Record, found: list[dict[str, Any]]) -> None:
         """Take a way into the race, unless another does the same."""
         self.longest_s = max(self.longest_s, *(one["first_s"] for one in found))
+        self.experts = max(self.experts, *(one["experts"] for one in found))
         plan = json.dumps([one["plan"] for one in found])
         alike = next((name for name, other in self.plans.items() if other == plan), "")
         if alike:
@@ -110,9 +120,16 @@ class Race:
 def check_better(team: Team, job: Steps, config: MegaMoEConfig) -> None:
     """Run the section."""
     faster, race, forms = Faster(job, config), Race(), ways(config)
-    for form in (AS_ASKED, *forms.values()):
+
+    def start(form: Form) -> None:
         work, judge = partial(faster.compile, form), partial(race.judge_first, form)
         team.run(form.name, work, judge, needs_s=SLACK * race.longest_s)
+
+    start(AS_ASKED)
+    experts = int(team.tell("experts", str(race.experts) if team.is_first else None))
+    for form in forms.values():
+        if is_possible(form, experts):
+            start(form)
     rounds = FIRST_ROUNDS
     while len(names := _told(team, race, rounds)) > 1:
         is_last = len(names) == 2

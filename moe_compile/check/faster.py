@@ -65,6 +65,7 @@ class Faster:
             "nothing": why_nothing_was_rewritten(report),
             "without": names_without(self._config, report),
             "plan": plan_of(report),
+            "experts": max((one["num_local_experts"] for one in report["regions"]), default=0),
         }
 
     def in_turn(self, rounds: int, only: Sequence[str] = ()) -> dict[str, list[float]]:

@@ -5,6 +5,7 @@ Contract
     By megamoe, node by node: losses, outputs of blocks, gradients, the gradient norm, parameters,
     buffers and random state have the bits of the program as written, on every rank, after every
     step. Where options or a CPU leave bits open it is judged as generated code is, and says why.
+    A form that was tried in a search (`culprit`) is judged alike, and is no failure if it differs.
     By Inductor and by megamoe, in generated code: gradients of the first step are no farther from
     those in float64 than `FACTOR` times Inductor's, and `FLOOR`. Where float64 does not run they
     are compared with those as written.
@@ -150,7 +151,7 @@ def excuses(config: MegaMoEConfig, report: Mapping[str, Any]) -> tuple[str, ...]
 def is_lossy(config: MegaMoEConfig) -> bool:
     """Whether options ask for rows in eight bits."""
     wires = (config.dispatch_wire, config.combine_wire)
-    return any(w.startswith("fp8") for w in wires) or "lossy" in (config.numerics,)
+    return any(w.startswith("fp8") for w in wires) or config.numerics == "lossy"
 
 
 class Judge:

@@ -41,19 +41,17 @@ def find_culprit(names: Sequence[str], is_right: Trial) -> Culprit | None:
 
     if not tried(names):
         return None
-    found, others = list[str](), list(names)
-    right_up_to = ""
-    while not tried(found):
-        number = first_wrong(len(others), lambda kept: tried([*found, *others[kept:]]))
-        if not found:
-            right_up_to = others[number - 2] if number > 1 else ""
-        found.append(others.pop(number - 1))
-    first = found[0]
-    for one in found[:-1]:
-        if tried(rest := [name for name in found if name != one]):
-            found = rest
-    ordered = tuple(name for name in names if name in found)
-    return Culprit(names=ordered, right_up_to=right_up_to, wrong_from=first)
+    before, others = dict[str, str](), list(names)
+    while not tried(before):
+        number = first_wrong(len(others), lambda kept: tried([*before, *others[kept:]]))
+        last_right = others[number - 2] if number > 1 else ""
+        before[others.pop(number - 1)] = last_right
+    for one in [*before][:-1]:
+        if tried(before.keys() - {one}):
+            del before[one]
+    first = next(iter(before))
+    ordered = tuple(name for name in names if name in before)
+    return Culprit(names=ordered, right_up_to=before[first], wrong_from=first)
 
 
 def first_wrong(number: int, is_right: Callable[[int], bool]) -> int:

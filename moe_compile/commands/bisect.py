@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from moe_compile.commands.check import add_job_arguments, checked_job, start
+from moe_compile.commands.check import Started, add_job_arguments, checked_job, run_on_ranks
 from moe_compile.errors import InvalidConfig
 
 NAME: Final = "bisect"
@@ -67,9 +67,9 @@ def bisect(known: argparse.Namespace, overrides: list[str], command: list[str]) 
         run: Any = importlib.import_module("moe_compile.check.bisection")  # imports torch
         return int(run.bisect_command(command, out, known.form_s))
     job, ranks = checked_job(known, overrides)
-    started = start(job, ranks, known, overrides, [f"--form-s={known.form_s}"], folder=NAME)
-    if started.team.rank:
-        started.team.follow()
-        return 0
-    run = importlib.import_module("moe_compile.check.bisection")
-    return int(run.bisect_job(started.team, started.out, started.head, known.budget_s))
+
+    def search(started: Started) -> int:
+        run: Any = importlib.import_module("moe_compile.check.bisection")
+        return int(run.bisect_job(started.team, started.out, started.head, known.budget_s))
+
+    return run_on_ranks(job, ranks, known, [f"--form-s={known.form_s}"], search, folder=NAME)

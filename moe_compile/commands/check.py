@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,12 +35,12 @@ SECTIONS: Final = {"same": 1.0, "faster": 1.0, "better": 2.0}
 GENERATING: Final = ("faster", "better")
 """Sections that time generated code."""
 ON_REQUEST: Final = "better"
+INTERRUPTED: Final = 130
+"""The exit status of a shell's command that an interrupt ended."""
 OUTSIDE: Final = {"gradient_wire": "same", "blocks_per_graph": "1"}
 """Options that act outside of compiled blocks, alike in every form, and their defaults."""
 BUDGET_S: Final = 3600.0
 ONE_RANK: Final = "torchtitan_integration.check.one_rank"
-ALIKE: Final = ("device", "ranks", "sources", "job")
-WIDTH: Final = 120
 
 
 def add_check(commands: Any) -> None:
@@ -99,15 +99,16 @@ def check(known: argparse.Namespace, overrides: list[str]) -> int:
     sections = _sections(job, known.sections)
     if known.write:
         _check_write(job, sections)
-    started = start(job, ranks, known, overrides, [f"--rounds={known.rounds}"], folder="check")
-    if started.team.rank:
-        started.team.follow()
-        return 0
-    run: Any = importlib.import_module("moe_compile.check.summary")  # imports torch
-    status = int(run.run_check(started.team, started.out, sections, started.head, known))
-    if known.write:
-        _write(job, started.out, started.head["device"])
-    return status
+    words = [f"--rounds={known.rounds}"]
+
+    def run(started: Started) -> int:
+        summary: Any = importlib.import_module("moe_compile.check.summary")  # imports torch
+        status = int(summary.run_check(started.team, started.out, sections, started.head, known))
+        if known.write:
+            _write(job, started.out, started.head["device"])
+        return status
+
+    return run_on_ranks(job, ranks, known, words, run, folder="check")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,43 +130,52 @@ def checked_job(known: argparse.Namespace, overrides: list[str]) -> tuple[JobFil
     return job, ranks
 
 
-def start(
+def run_on_ranks(
     job: JobFile,
     ranks: int,
     known: argparse.Namespace,
-    overrides: list[str],
     words: list[str],
+    run: Callable[[Started], int],
     *,
     folder: str,
-) -> Started:
-    """Make the ranks' drivers; each rank is given `words`. Results go to `folder` by default."""
+) -> int:
+    """Return the exit status of `run`, or of what it orders where this is the driver of one rank.
+
+    Each rank is given `words`. Results go to `folder` by default.
+    """
     for note in notes_on(job):
         _say(f"note: {note}")
     allow_open_files()
     device = "cpu" if num_gpus() < _local_ranks(ranks) else "cuda"
     settings = settings_on_gpus(os.environ) if device == "cuda" else {}
     out = (known.out or Path(job.read("job.dump_folder", "outputs"), folder)).resolve()
-    words = [
-        *words, f"--steps={known.steps}", f"--layers={known.layers}",
-        f"--job.config_file={job.path}", *overrides, *_of_check(out),
-    ]  # fmt: skip
+    asked = [*words, f"--steps={known.steps}", f"--layers={known.layers}"]
+    words = [*asked, f"--job.config_file={job.path}", *job.overrides, *_of_check(out)]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks are ended on the way out
-    driver: Any = importlib.import_module("moe_compile.check.ranks")
-    team = driver.Ranks(out, device, ranks, ONE_RANK, settings=settings, words=words)
-    outside = {
-        f"megamoe.{name}": job.read(f"megamoe.{name}", off)
-        for name, off in OUTSIDE.items()
-        if str(job.read(f"megamoe.{name}", off)) != off
-    }
-    head = {
-        "job": _identity(job, known),
-        "device": device,
-        "ranks": team.num_ranks,
-        "layers": known.layers,
-        "settings": settings,
-        "outside": outside,
-    }
-    return Started(team=team, out=out, head=head)
+    try:
+        driver: Any = importlib.import_module("moe_compile.check.ranks")
+        team = driver.Ranks(out, device, ranks, ONE_RANK, settings=settings, words=words)
+        if team.rank:
+            team.follow()
+            return 0
+        head = {
+            "job": _identity(job, asked),
+            "device": device,
+            "ranks": team.num_ranks,
+            "layers": known.layers,
+            "settings": settings,
+            "outside": _outside(job),
+        }
+        return run(Started(team=team, out=out, head=head))
+    except KeyboardInterrupt:
+        _say(f"ended by a signal; what was found so far lies in {out}")
+        return INTERRUPTED
+
+
+def _outside(job: JobFile) -> dict[str, Any]:
+    """Return the options of a job that act outside of compiled blocks."""
+    said = {name: job.read(f"megamoe.{name}", off) for name, off in OUTSIDE.items()}
+    return {f"megamoe.{name}": v for name, v in said.items() if str(v) != OUTSIDE[name]}
 
 
 def number(text: str) -> int:
@@ -223,7 +233,9 @@ def _check_write(job: JobFile, sections: Mapping[str, float]) -> None:
 
 
 def _write(job: JobFile, out: Path, device: str) -> None:
-    """Write the options that won into the job's file, where they are known to be faster."""
+    """Write the options that won into the job's file, once, where they are known to be faster."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     sections: Any = importlib.import_module("moe_compile.check.sections")
     found = sections.read_section(out, ON_REQUEST)
     if device == "cpu":
@@ -253,8 +265,8 @@ def _of_check(out: Path) -> list[str]:
     ]
 
 
-def _identity(job: JobFile, known: argparse.Namespace) -> str:
-    """Return a hash of the job and of what was asked of it."""
+def _identity(job: JobFile, asked: Sequence[str]) -> str:
+    """Return a hash of the job and of what was `asked` of it."""
     ours = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(ENVIRONMENT_PREFIX))
-    said = [job.path.read_text(), *job.overrides, *ours, str(known.layers), str(known.steps)]
+    said = [job.path.read_text(), *job.overrides, *ours, *asked]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()

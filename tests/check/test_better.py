@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from moe_compile.check.better import Race, result, ways
+from moe_compile.check.better import Race, is_possible, result, ways
 from moe_compile.check.faster import plan_of
 from moe_compile.check.forms import AS_ASKED, Form
 from moe_compile.check.sections import Record
@@ -30,8 +30,15 @@ def test_ways_are_those_that_numerics_allows_and_not_the_jobs_own():
     assert exact["chunks = 4"].options == {"megamoe.chunks": 4}
 
 
+def test_there_are_no_more_chunks_of_experts_than_experts():
+    found = ways(MegaMoEConfig(numerics="bounded"))
+    left = {name for name, form in found.items() if not is_possible(form, 2)}
+    assert left == {"chunks = 4", "chunks = 8", 'chunks = 4, chunk_edges = "load"'}
+    assert all(is_possible(form, 8) for form in found.values())
+
+
 def first(plan, seconds=1.0):
-    return [{"first_s": seconds, "plan": plan}] * 2
+    return [{"first_s": seconds, "plan": plan, "experts": 4}] * 2
 
 
 def race_of(record, **plans):

@@ -2,24 +2,29 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from moe_compile.cli import main
+from moe_compile.commands.check import SECTIONS
 from tests.check.wrong_rows import NAME, install
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "--layers=2", "--steps=2", "--training.seq_len=32", "--training.local_batch_size=2",
 )  # fmt: skip
+OF_OTHERS = {"--nnodes", "--nproc-per-node", "--megamoe"}
+"""Flags in docs/check.md that are torchrun's, and torchtitan's."""
 NODE_BY_NODE = ("--megamoe.codegen=fx",)
 
 
-def check(folder, *words, path=(), timeout=900):
+def check(folder, *words, path=(), timeout=900, name="check"):
     """Run the command in `folder` and return its status and what it printed."""
-    command = [sys.executable, "-m", "moe_compile.cli", "check", "deepseek_v3_debug_cpu", *words]
+    command = [sys.executable, "-m", "moe_compile.cli", name, "deepseek_v3_debug_cpu", *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, path)])}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout,
@@ -53,7 +58,20 @@ def test_a_wrong_value_is_found_with_the_first_tensor_that_has_it(tmp_path):
     first = forms(tmp_path)["megamoe, node by node"]["first_difference"]
     assert first["name"] == "step 1: output of block 2"
     assert first["found"] != first["written"] > 0.0
-    assert "same: DOES NOT HOLD" in said and "route_exchanges" in said
+    assert "same: DOES NOT HOLD" in said
+    assert "same: culprit: pass route_exchanges" in said
+    assert "wrong from route_exchanges on" in said
+
+
+def test_the_pass_and_the_block_by_which_values_are_wrong_are_found(tmp_path):
+    install(tmp_path)
+    words = (*SMALL, *NODE_BY_NODE, f"--megamoe.transport={NAME}")
+    status, said = check(tmp_path, *words, path=[tmp_path], name="bisect")
+    assert status == 0, said
+    found = json.loads((tmp_path / "outputs/bisect/summary.json").read_text())["culprit"]
+    assert (found["names"], found["right_up_to"]) == (["route_exchanges"], "rewrite_regions")
+    assert (found["block"], found["is_alone"]) == (2, True)
+    assert "to go on without it: --megamoe.disable_passes route_exchanges" in said
 
 
 def test_a_job_in_which_nothing_is_rewritten_shows_nothing(tmp_path):
@@ -78,6 +96,17 @@ def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, words, wanted):
     assert not (tmp_path / "outputs").exists()
 
 
+def test_the_page_names_flags_and_sections_that_there_are(capsys):
+    page = (ROOT / "docs/check.md").read_text()
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    said = capsys.readouterr().out
+    flags = {*re.findall(r"--[a-z][a-z-]*(?![\w.])", page)} - OF_OTHERS
+    assert {"--steps", "--rounds", "--layers", "--write", "--again"} <= flags
+    assert not [flag for flag in flags if flag not in said]
+    assert all(f"**{name}" in page for name in SECTIONS)
+
+
 @pytest.mark.slow
 def test_generated_code_is_no_farther_from_float64_than_inductors_and_is_timed(tmp_path):
     status, said = check(tmp_path, *SMALL, "--rounds=3", timeout=1700)
@@ -91,6 +120,7 @@ def test_generated_code_is_no_farther_from_float64_than_inductors_and_is_timed(t
     assert "they say nothing of a cluster" in said
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
     """Its ranks were once started anew until the time was over."""
     status, said = check(tmp_path, *SMALL[1:], *NODE_BY_NODE, "--layers=9")

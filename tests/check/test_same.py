@@ -106,9 +106,6 @@ def judged(tmp_path, form, *found, config=None, **before):
     record = Record(path=tmp_path / "same.json", deadline=time.monotonic() + 9)
     record.put(**before)
     Judge(config or MegaMoEConfig()).judge(form, record, [*found])
-    assert record.data["rows"][0]["holds"] is not bool(
-        [one for one in record.data["failures"] if "shows nothing" not in one["why"]]
-    )
     return record
 
 
