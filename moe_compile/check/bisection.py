@@ -22,7 +22,7 @@ from rich.console import Console
 from moe_compile.check.culprit import in_order, is_found, sentences
 from moe_compile.check.limited_process import run_limited
 from moe_compile.check.ranks import Ranks
-from moe_compile.check.search import find_culprit
+from moe_compile.check.search import find_culprit, said_of
 from moe_compile.check.sections import SUMMARY, read_section, run_sections, say, write_json
 from moe_compile.check.summary import WIDTH, begun
 from moe_compile.check.tables import new_table
@@ -66,18 +66,23 @@ def _why_not(section: Mapping[str, Any], ended: Mapping[str, Any]) -> str:
 def bisect_command(command: Sequence[str], out: Path, limit_s: float) -> int:
     """Search by a command, each run of at most `limit_s`; return the exit status."""
     trials = CommandTrials(command, out, limit_s)
-    if trials.is_right(()):
+    if trials.is_right((), "as it is"):
         found: dict[str, Any] = {"why": GOOD}
     else:
         names = in_order(trials.passes())
-        culprit = find_culprit(names, lambda left: trials.is_right([n for n in names if n in left]))
+
+        def is_right(left_out: frozenset[str]) -> bool:
+            asked = [name for name in names if name in left_out]
+            return trials.is_right(asked, said_of(names, asked))
+
+        culprit = find_culprit(names, is_right)
         before = trials.left_out_before
         found = {"why": NO_PASS}
         if culprit is not None:
             found = {**asdict(culprit), "left_out_before": before, "variable": DISABLE}
     summary = {"command": list(command), "tried": trials.rows}
     rows = [
-        (row["without"] or "as it is", "right" if row["status"] == 0 else "wrong", row["found"])
+        (row["trial"], "right" if row["status"] == 0 else "wrong", row["found"])
         for row in trials.rows
     ]
     return _told(out, summary, found, rows)
@@ -94,8 +99,8 @@ class CommandTrials:
         self.left_out_before = [n for n in os.environ.get(DISABLE, "").split(",") if n]
         self.rows: list[dict[str, Any]] = []
 
-    def is_right(self, left_out: Sequence[str]) -> bool:
-        """Run the command; return whether it ends with 0 in its time."""
+    def is_right(self, left_out: Sequence[str], said: str) -> bool:
+        """Run the command, `said` in words; return whether it ends with 0 in its time."""
         report = self._report if not self.rows else self._out / "report_of_last_trial.json"
         variables = {DISABLE: ",".join([*self.left_out_before, *left_out]), REPORT: str(report)}
         log, began = self._out / f"run{len(self.rows)}.log", time.monotonic()
@@ -110,12 +115,13 @@ class CommandTrials:
         seconds = round(time.monotonic() - began, 1)
         found = "it did not end" if status is None else f"status {status}"
         row = {
-            "without": ", ".join(left_out),
+            "trial": said,
+            "without": list(left_out),
             "status": status,
             "found": f"{found} in {seconds:.0f} s: {log.name}",
         }
         self.rows.append(row)
-        say(f"without {row['without'] or 'nothing'}: {row['found']}")
+        say(f"{said}: {row['found']}")
         return status == 0
 
     def passes(self) -> list[str]:

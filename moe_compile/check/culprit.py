@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from moe_compile.check.forms import Form, without_passes
 from moe_compile.check.same import OutOfTime, Trials, check_same
-from moe_compile.check.search import Culprit, find_culprit, first_wrong
+from moe_compile.check.search import Culprit, find_culprit, first_wrong, said_of
 from moe_compile.check.sections import Record
 from passes.pipeline import LEVELS, outside_rewrites
 
@@ -89,7 +89,8 @@ def _searched(
 
     def is_right(left_out: frozenset[str]) -> bool:
         asked = [name for name in names if name in left_out]
-        return trials.is_right(without_passes(wrong, trials.config, asked), needs_s)
+        form = without_passes(wrong, trials.config, asked, said_of(names, asked))
+        return trials.is_right(form, needs_s)
 
     culprit = find_culprit(names, is_right)
     if culprit is None:

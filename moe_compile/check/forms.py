@@ -141,12 +141,12 @@ def made_by(form: Form, forward: Call, options: Mapping[str, Any]) -> Call:
     return torch.compile(forward, backend=form.backend, fullgraph=True, options=given)
 
 
-def without_passes(form: Form, config: MegaMoEConfig, names: Sequence[str]) -> Form:
-    """Return a form without passes, besides those that the job leaves out."""
+def without_passes(form: Form, config: MegaMoEConfig, names: Sequence[str], said: str) -> Form:
+    """Return a form without passes, besides those that the job leaves out; `said` ends its name."""
     left_out = (*config.disable_passes, *names)
     return replace(
         form,
-        name=f"{form.name}, without {', '.join(names)}",
+        name=f"{form.name}, {said}",
         options={**form.options, PREFIX + "disable_passes": left_out},
     )
 

@@ -54,6 +54,24 @@ def find_culprit(names: Sequence[str], is_right: Trial) -> Culprit | None:
     return Culprit(names=ordered, right_up_to=before[first], wrong_from=first)
 
 
+def said_of(names: Sequence[str], left_out: Collection[str]) -> str:
+    """Return a choice in few words: "without b", or "with passes up to a"; "" for all of `names`.
+
+    A choice has words of its own.
+    """
+    kept = [name for name in names if name not in left_out]
+    if not kept:
+        return "without passes"
+    last = names.index(kept[-1])
+    others = [name for name in names[:last] if name in left_out]
+    if len(names) - last - 1 == 1 and not others:
+        others = [names[-1]]
+    without = f"without {', '.join(others)}" if others else ""
+    if last == len(names) - 1 or others == [names[-1]]:
+        return without
+    return " ".join(filter(None, [f"with passes up to {names[last]}", without]))
+
+
 def first_wrong(number: int, is_right: Callable[[int], bool]) -> int:
     """Return k, from 1 to `number`: the result is right with the first k - 1 things, not with k.
 

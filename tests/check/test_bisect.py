@@ -13,7 +13,7 @@ from moe_compile.check.bisection import GOOD, NO_PASS, bisect_command
 from moe_compile.check.culprit import in_order, sentences
 from moe_compile.check.forms import AS_ASKED, AS_WRITTEN, NODE_BY_NODE, Forms, without_passes
 from moe_compile.check.same import verdict_of
-from moe_compile.check.search import find_culprit, first_wrong
+from moe_compile.check.search import find_culprit, first_wrong, said_of
 from moe_compile.check.sections import Record
 from moe_compile.check.team import RESTART
 from moe_compile.cli import main
@@ -71,6 +71,23 @@ def test_a_name_that_is_wrong_for_lack_of_a_later_one_is_not_named():
     assert (found.names, found.right_up_to, found.wrong_from) == (("p",), "o", "p")
 
 
+@pytest.mark.parametrize(
+    ("left_out", "wanted"),
+    [
+        ("abcd", "without passes"),
+        ("d", "without d"),
+        ("ac", "without a, c"),
+        ("cd", "with passes up to b"),
+        ("acd", "with passes up to b without a"),
+        ("ad", "with passes up to c without a"),
+    ],
+)
+def test_a_choice_has_few_words_of_its_own(left_out, wanted):
+    assert said_of("abcd", left_out) == wanted
+    choices = [c for n in range(1, 5) for c in itertools.combinations("abcd", n)]
+    assert len({said_of("abcd", choice) for choice in choices}) == len(choices)
+
+
 @pytest.mark.parametrize("number", [1, 2, 7])
 def test_the_first_that_is_wrong_is_found_by_halving(number):
     for first in range(1, number + 1):
@@ -87,7 +104,7 @@ def test_trials_go_in_the_order_of_the_pipeline_needed_passes_first_and_checks_n
 
 def test_a_form_without_passes_leaves_out_those_of_the_job_too():
     config = MegaMoEConfig(disable_passes=("pin_order",))
-    form = without_passes(NODE_BY_NODE, config, ["fuse_token_sums"])
+    form = without_passes(NODE_BY_NODE, config, ["fuse_token_sums"], "without fuse_token_sums")
     assert form.options["megamoe.disable_passes"] == ("pin_order", "fuse_token_sums")
     assert form.options["megamoe.codegen"] == "fx" and form.code != NODE_BY_NODE.code
 
@@ -148,8 +165,9 @@ def bisected(folder, condition, bad="sys.exit(3)", limit_s=60.0):
 def test_a_command_is_run_without_passes_until_the_culprit_is_known(tmp_path, capsys):
     status, summary = bisected(tmp_path, "'fold_row_moves' not in left_out")
     assert status == 0 and summary["culprit"]["names"] == ["fold_row_moves"]
-    assert [row["without"] for row in summary["tried"][:2]] == [
-        "", "detect_regions, rewrite_regions, fold_row_moves, pin_order",
+    assert [row["trial"] for row in summary["tried"]] == [
+        "as it is", "without passes", "with passes up to rewrite_regions", "without pin_order",
+        "without fold_row_moves",
     ]  # fmt: skip
     said = capsys.readouterr().out
     assert "right with passes up to rewrite_regions, wrong from fold_row_moves on" in said
