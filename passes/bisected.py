@@ -6,8 +6,9 @@ Contract
     under the subsystem of Inductor's passes on the same graphs. Its name is what the search ends
     with. Checks, and passes that mend what is not ours, are not counted.
     Where nothing is searched, or torch has no bisector, no pass is left out.
-    Ranks that run the same programs count alike. Where they do not, what is left out is part of
-    what they compare: they run the program as it was written.
+    Ranks that run the same programs count alike. Where they do not, what is left out of the forward
+    pass is part of what they compare, and they run the program as it was written; in the backward
+    pass an order of launches that differs ends the job.
 """
 
 from __future__ import annotations

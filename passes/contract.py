@@ -42,8 +42,8 @@ class GraphPass(ABC):
     is_check: ClassVar[bool] = False
     """Whether the pass only checks: its failure is never passed over, since the graph is wrong."""
     is_needed: ClassVar[bool] = False
-    """Whether values may be wrong without the pass, or ranks wait in vain, as it mends what is not
-    ours. A search for a wrong pass leaves it out after all others."""
+    """Whether values may be wrong without the pass, or ranks wait in vain: it mends what is not
+    ours, or ranks find by it that they differ. A search for a wrong pass leaves it out last."""
 
     @abstractmethod
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:

@@ -51,6 +51,10 @@ FLOOR_LOSSY: Final = 0.06
 """As `FLOOR` where rows travel in eight bits: 25 decibels of signal to noise."""
 ALL: Final = "all gradients"
 Squares = Mapping[str, tuple[float, float]]
+Work = Callable[[Form], Any]
+"""Runs a form on this rank."""
+Verdicts = Callable[[Form, Record, list[Any]], None]
+"""Judges the findings of all ranks."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -122,15 +126,27 @@ class Same:
 
     def _said(self, form: Form) -> dict[str, Any]:
         report = self._job.forms.report(form)
-        applied = dict.fromkeys(one["pass"] for one in report["passes"] if one.get("applied"))
-        regions = [r for r in report["regions"] + report["attention"] if r.get("is_region", True)]
         return {
             "nothing": why_nothing_was_rewritten(report),
             "excuses": excuses(self._config, report),
-            "passes": tuple(applied),
-            "regions": tuple(one["verdict"] for one in regions),
-            "places": tuple(one["where"] for one in regions),
+            "passes": passes_of(report),
+            "regions": tuple(one["verdict"] for one in _regions(report)),
+            "places": places_of(report),
         }
+
+
+def passes_of(report: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the passes that changed a graph, by a report."""
+    return tuple(dict.fromkeys(one["pass"] for one in report["passes"] if one.get("applied")))
+
+
+def places_of(report: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return where the regions of a report are in the source."""
+    return tuple(one["where"] for one in _regions(report))
+
+
+def _regions(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [r for r in report["regions"] + report["attention"] if r.get("is_region", True)]
 
 
 def excuses(config: MegaMoEConfig, report: Mapping[str, Any]) -> tuple[str, ...]:
@@ -280,35 +296,39 @@ class Trials:
         """Run forms of `job`; processes that take longer than `limit_s` for one end, unless 0."""
         self.team, self.job, self.config = team, job, config
         self._same, self._judge = Same(job, config, num_steps), Judge(config)
-        self._limit_s = limit_s
+        self.limit_s = limit_s
 
     def run(self, form: Form) -> bool:
         """Run and judge a form for the section's table; return False, on all ranks, if it is wrong.
 
         A form that no longer fits in the time is not.
         """
-        return self._verdict(form, self._judge.judge, needs_s=0.0) != WRONG
+        return self._verdict(form, self._work, self._judge.judge, 0.0) != WRONG
 
     def is_right(self, form: Form, needs_s: float = 0.0) -> bool:
         """Try a form out; return, on all ranks, whether it holds.
 
         A form that raises, or does not end, does not. Raises OutOfTime where it was not run.
         """
-        verdict = self._verdict(form, self._judge.try_out, needs_s=needs_s)
-        if verdict == OPEN:
-            raise OutOfTime(form.name)
-        return verdict == HOLDS
+        return self._holds(form, self._work, self._judge.try_out, needs_s)
 
     def run_precise(self) -> None:
         """Run in float64 what distances are from."""
         self.team.run(PRECISE.name, self._same.run_precise, judge_precise)
 
-    def _verdict(self, form: Form, judge: Callable[..., None], *, needs_s: float) -> str:
-        def work() -> Found:
-            with ended_after(self._limit_s, form.name):
-                return self._same.run(form)
+    def _work(self, form: Form) -> Found:
+        with ended_after(self.limit_s, form.name):
+            return self._same.run(form)
 
-        self.team.run(form.name, work, partial(judge, form), needs_s=needs_s)
+    def _holds(self, form: Form, work: Work, judge: Verdicts, needs_s: float) -> bool:
+        verdict = self._verdict(form, work, judge, needs_s)
+        if verdict == OPEN:
+            raise OutOfTime(form.name)
+        return verdict == HOLDS
+
+    def _verdict(self, form: Form, work: Work, judge: Verdicts, needs_s: float) -> str:
+        """Return the verdict on a form, on all ranks."""
+        self.team.run(form.name, partial(work, form), partial(judge, form), needs_s=needs_s)
         record = self.team.record
         said = None if record is None else verdict_of(form, record)
         return self.team.tell(f"verdict/{form.name}", said)

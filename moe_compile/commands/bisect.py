@@ -33,12 +33,17 @@ def add_bisect(commands: Any) -> None:
         epilog="Flags of torchtitan follow the file and win over it. With --megamoe.codegen fx "
         "nothing is generated, which is fast, and finds all but faults of generated code.",
         usage="megamoe bisect [-h] [--out FOLDER] [--steps N] [--layers N] [--form-s S] "
-        "[--budget-s S] [--nproc N] CONFIG [--section.key value ...]\n"
+        "[--slow] [--budget-s S] [--nproc N] CONFIG [--section.key value ...]\n"
         "       megamoe bisect [--out FOLDER] [--form-s S] -- COMMAND ...",
         allow_abbrev=False,
     )
     bisect.add_argument("config", metavar="CONFIG", nargs="?", help="as for megamoe train")
     add_job_arguments(bisect, folder=NAME)
+    bisect.add_argument(
+        "--slow",
+        action="store_true",
+        help="find the pass by which steps are slower than Inductor's, by their times in turn",
+    )
     bisect.add_argument(
         "--form-s",
         type=float,
@@ -61,15 +66,23 @@ def bisect(known: argparse.Namespace, overrides: list[str], command: list[str]) 
     if bool(known.config) == bool(command):
         raise InvalidConfig("bisect: write a job's file, or -- and a command; one of the two")
     if command:
+        if known.slow:
+            raise InvalidConfig("bisect --slow is of a torchtitan job; a command is good or bad")
         if overrides:
             raise InvalidConfig(f"bisect: write {overrides[0]!r} behind --, with the command")
         out = (known.out or Path(NAME)).resolve()
         run: Any = importlib.import_module("moe_compile.check.bisection")  # imports torch
         return int(run.bisect_command(command, out, known.form_s))
     job, ranks = checked_job(known, overrides)
+    if known.slow and job.read("megamoe.codegen", "inductor") == "fx":
+        raise InvalidConfig(
+            'bisect --slow: megamoe.codegen is "fx", which generates no code to be timed; leave '
+            "one of the two out"
+        )
 
     def search(started: Started) -> int:
         run: Any = importlib.import_module("moe_compile.check.bisection")
         return int(run.bisect_job(started.team, started.out, started.head, known.budget_s))
 
-    return run_on_ranks(job, ranks, known, [f"--form-s={known.form_s}"], search, folder=NAME)
+    words = [f"--form-s={known.form_s}", *(["--slow"] if known.slow else [])]
+    return run_on_ranks(job, ranks, known, words, search, folder=NAME)

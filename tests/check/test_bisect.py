@@ -12,9 +12,10 @@ import pytest
 from moe_compile.check.bisection import GOOD, NO_PASS, bisect_command
 from moe_compile.check.culprit import in_order, sentences
 from moe_compile.check.forms import AS_ASKED, AS_WRITTEN, NODE_BY_NODE, Forms, without_passes
-from moe_compile.check.same import verdict_of
+from moe_compile.check.same import Trials, verdict_of
 from moe_compile.check.search import find_culprit, first_wrong, said_of
 from moe_compile.check.sections import Record
+from moe_compile.check.slower import NOT_SLOWER, TimedTrials, judge_times, search_by_times
 from moe_compile.check.team import RESTART
 from moe_compile.cli import main
 from moe_compile.config import MegaMoEConfig
@@ -131,6 +132,56 @@ def test_a_form_that_was_not_ended_or_raised_is_wrong_and_one_that_was_not_run_i
     assert verdict_of(AS_WRITTEN, again) == "holds"
 
 
+@pytest.mark.parametrize(("ours", "is_right"), [(1.1, False), (1.0, True), (0.9, True)])
+def test_a_form_is_slow_where_its_whole_interval_is_above_inductors(tmp_path, ours, is_right):
+    record = Record(path=tmp_path / "culprit.json", deadline=time.monotonic() + 9)
+    noise = (1.0, 1.01, 0.99, 1.02, 0.98)
+    found = {
+        "ours": [ours * one for one in noise], "theirs": [*reversed(noise)],
+        "passes": ("pin_order", "a"), "places": ("moe.py:3",),
+    }  # fmt: skip
+    judge_times(AS_ASKED, record, [found, {**found, "passes": ("b",)}])
+    (row,) = record.data["tried"]
+    assert (row["holds"], row["passes"]) == (is_right, ["a", "b", "pin_order"])
+    assert verdict_of(AS_ASKED, record) == ("holds" if is_right else "wrong")
+    assert "of Inductor's" in row["found"] and not record.data["failures"]
+
+
+class Alone:
+    """A team of one rank, and a job of which each form takes its time."""
+
+    def __init__(self, path):
+        self.record, self.is_first = Record(path=path, deadline=time.monotonic() + 9), True
+
+    def run(self, what, work, judge, *, needs_s=0.0):
+        if self.record.begin(what, needs_s=needs_s):
+            judge(self.record, [work()])
+            self.record.end(what)
+
+    def tell(self, what, value=None):
+        return value
+
+
+@pytest.mark.parametrize("culprit", ["schedule_exchanges", ""])
+def test_the_pass_by_which_steps_are_slow_is_named(tmp_path, culprit):
+    class Timed(TimedTrials):
+        def _timed(self, form):
+            is_slow = culprit and culprit not in form.options.get("megamoe.disable_passes", ())
+            passes = ("detect_regions", "rewrite_regions", "schedule_exchanges", "pin_order")
+            ours = [1.2 if is_slow else 0.9] * 3
+            return {"ours": ours, "theirs": [1.0] * 3, "passes": passes, "places": ()}
+
+    team = Alone(tmp_path / "culprit.json")
+    trials = Timed(Trials(team, None, MegaMoEConfig(), 1), 3)
+    search_by_times(trials)
+    found = team.record.data["culprit"]
+    if culprit:
+        assert found["names"] == (culprit,) and found["right_up_to"] == "rewrite_regions"
+        assert "a step takes 1.200 (1.200 to 1.200) of Inductor's" in sentences(found)[1]
+    else:
+        assert found == {"why": NOT_SLOWER}
+
+
 HANGS = """
 import time
 from moe_compile.check.same import ended_after
@@ -215,6 +266,8 @@ def test_blocks_that_are_wrong_together_alone_are_said():
         ([], "write a job's file, or -- and a command"),
         (["job.toml", "--", "python"], "one of the two"),
         (["--training.steps=3", "--", "python"], "write '--training.steps=3' behind --"),
+        (["--slow", "--", "python"], "--slow is of a torchtitan job"),
+        (["deepseek_v3_debug_cpu", "--slow", "--megamoe.codegen=fx"], "leave one of the two out"),
     ],
 )
 def test_what_is_wrong_is_said(words, wanted, capsys):

@@ -21,6 +21,7 @@ from moe_compile.check.faster import check_faster
 from moe_compile.check.one_rank import read_rank_arguments, run_section, team_of
 from moe_compile.check.ranks import OF_AGENT
 from moe_compile.check.same import Trials
+from moe_compile.check.slower import check_slow
 from moe_compile.check.team import Team
 from moe_compile.testing.rank_pool import meeting_point
 from moe_compile.torch_quirks.python311_frames import with_frame_space
@@ -31,16 +32,24 @@ SECTIONS: Final[Mapping[str, Callable[[Team, Any, argparse.Namespace], None]]] =
     "same": lambda team, job, asked: check_and_search(Trials(team, job, job.config, asked.steps)),
     "faster": lambda team, job, asked: check_faster(team, job, job.config, asked.rounds),
     "better": lambda team, job, _: check_better(team, job, job.config),
-    "culprit": lambda team, job, asked: check_culprit(
-        Trials(team, job, job.config, asked.steps, asked.form_s)
+    "culprit": lambda team, job, asked: _culprit(
+        Trials(team, job, job.config, asked.steps, asked.form_s), asked
     ),
 }
+
+
+def _culprit(trials: Trials, asked: argparse.Namespace) -> None:
+    if asked.slow:
+        check_slow(trials, asked.rounds)
+    else:
+        check_culprit(trials)
 
 
 def add_numbers(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that the command hands on to each rank."""
     parser.add_argument("--steps", type=int, default=3, help="of each form in same")
     parser.add_argument("--rounds", type=int, default=11, help="of faster, a step of each form")
+    parser.add_argument("--slow", action="store_true", help="search by times")
     parser.add_argument("--form-s", type=float, default=0.0, help="most seconds of a form; 0: any")
     parser.add_argument("--layers", type=int, default=0, help="cut the model to its first layers")
 
