@@ -118,8 +118,7 @@ def _block(trials: Trials, wrong: Form, needs_s: float) -> dict[str, Any]:
         form = replace(wrong, name=f"{wrong.name}, in {said} alone", blocks=blocks)
         return trials.is_right(form, needs_s)
 
-    number = trials.job.forms.num_switches
-    number = int(trials.team.tell("blocks", str(number) if trials.team.is_first else None))
+    number = _num_blocks(trials)
     if number < 2:
         return {}
     first = first_wrong(
@@ -127,6 +126,18 @@ def _block(trials: Trials, wrong: Form, needs_s: float) -> dict[str, Any]:
     )
     is_alone = first == 1 or not is_right(frozenset({first - 1}), f"block {first}")
     return {"block": first, "is_alone": is_alone}
+
+
+def _num_blocks(trials: Trials) -> int:
+    """Return the largest number of blocks of a rank: stages of a pipeline may have others."""
+    trials.team.run(
+        "number of blocks",
+        lambda: trials.job.forms.num_switches,
+        lambda record, found: record.put(num_blocks=max(found)),
+    )
+    record = trials.team.record
+    said = None if record is None else str(record.data.get("num_blocks", 0))
+    return int(trials.team.tell("blocks", said))
 
 
 def is_found(found: Finding) -> bool:

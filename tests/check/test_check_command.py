@@ -98,11 +98,12 @@ def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, words, wanted):
 
 def test_the_page_names_flags_and_sections_that_there_are(capsys):
     page = (ROOT / "docs/check.md").read_text()
-    with pytest.raises(SystemExit):
-        main(["check", "--help"])
+    for command in ("check", "bisect"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
     said = capsys.readouterr().out
     flags = {*re.findall(r"--[a-z][a-z-]*(?![\w.])", page)} - OF_OTHERS
-    assert {"--steps", "--rounds", "--layers", "--write", "--again"} <= flags
+    assert {"--steps", "--rounds", "--layers", "--write", "--again", "--form-s", "--slow"} <= flags
     assert not [flag for flag in flags if flag not in said]
     assert all(f"**{name}" in page for name in SECTIONS)
 
