@@ -73,7 +73,7 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
             said.append(f"{name}: {SAYS[name](section)}")
         else:
             said.append(f"{name}: {_why_not(summary['sections'][name], section)}")
-    if summary["device"] == "cpu" and "faster" in summary["sections"]:
+    if summary["device"] == "cpu" and {"faster", "better"} & {*summary["sections"]}:
         said.append(f"note: {NO_LINK}")
     if summary["layers"]:
         said.append(
