@@ -117,6 +117,11 @@ class Same:
             self._no_precise = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         return self._no_precise
 
+    def settle(self, no_precise: str) -> None:
+        """Compare with float64 on no rank, where it did not run on one, for the reason given."""
+        if no_precise:
+            self._precise, self._no_precise = None, no_precise
+
     def _said(self, form: Form) -> dict[str, Any]:
         report = self._job.forms.report(form)
         applied = dict.fromkeys(one["pass"] for one in report["passes"] if one.get("applied"))
@@ -277,6 +282,8 @@ def check_same(team: Team, job: Steps, config: MegaMoEConfig, num_steps: int) ->
     if config.codegen == "fx":
         return
     team.run(PRECISE.name, same.run_precise, judge_precise)
+    record = team.record
+    same.settle(team.tell("no float64", record and str(record.data.get("no_float64", ""))))
     run(PLAIN)
     run(AS_ASKED)
 
@@ -292,7 +299,7 @@ def _differs(record: Record | None) -> str | None:
 def judge_precise(record: Record, found: list[str]) -> None:
     """Note what distances are from: float64, unless it did not run on some rank."""
     why = next(filter(None, found), "")
-    record.put(reference=AS_WRITTEN.name if why else PRECISE.name)
+    record.put(reference=AS_WRITTEN.name if why else PRECISE.name, no_float64=why)
     if why:
         record.put(
             warnings=[
