@@ -68,6 +68,12 @@ NODE_BY_NODE: Final = Form(
 WITHOUT_PASSES: Final = "node by node, without passes"
 
 
+def keep_many_programs() -> None:
+    """Have Dynamo keep as many programs as forms need, in this process."""
+    torch._dynamo.config.recompile_limit = MANY
+    torch._dynamo.config.accumulated_recompile_limit = MANY * MANY
+
+
 def nothing_rewritten() -> Form:
     """Return the form by megamoe, node by node, without any pass."""
     off = {PREFIX + "codegen": "fx", PREFIX + "disable_passes": list(all_names())}
@@ -84,8 +90,6 @@ class Forms:
         """Called with a switch's number and its result."""
         self._num_switches = 0
         self._compilations: dict[str, list[Compilation]] = {}
-        torch._dynamo.config.recompile_limit = MANY
-        torch._dynamo.config.accumulated_recompile_limit = MANY * MANY
 
     def switch(self, forward: Call, options: Mapping[str, Any], precise: Call) -> Call:
         """Return a callable that runs `forward` in the current form.

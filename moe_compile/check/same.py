@@ -283,7 +283,8 @@ def check_same(team: Team, job: Steps, config: MegaMoEConfig, num_steps: int) ->
         return
     team.run(PRECISE.name, same.run_precise, judge_precise)
     record = team.record
-    same.settle(team.tell("no float64", record and str(record.data.get("no_float64", ""))))
+    said = None if record is None else str(record.data.get("no_float64", ""))
+    same.settle(team.tell("no float64", said))
     run(PLAIN)
     run(AS_ASKED)
 
