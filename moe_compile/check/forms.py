@@ -71,6 +71,12 @@ NODE_BY_NODE: Final = Form(
 )
 
 
+def keep_many_programs() -> None:
+    """Have Dynamo keep as many programs as forms need, in this process."""
+    torch._dynamo.config.recompile_limit = MANY
+    torch._dynamo.config.accumulated_recompile_limit = MANY * MANY
+
+
 class Forms:
     """The switches of a process, and the form that is current in all of them."""
 
@@ -81,8 +87,6 @@ class Forms:
         """Called with a switch's number and its result."""
         self.num_switches = 0
         self._compilations: dict[str, list[Compilation]] = {}
-        torch._dynamo.config.recompile_limit = MANY
-        torch._dynamo.config.accumulated_recompile_limit = MANY * MANY
 
     def switch(self, forward: Call, options: Mapping[str, Any], precise: Call) -> Call:
         """Return a callable that runs `forward` in the current form.

@@ -124,6 +124,11 @@ class Same:
             self._no_precise = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         return self._no_precise
 
+    def settle(self, no_precise: str) -> None:
+        """Compare with float64 on no rank, where it did not run on one, for the reason given."""
+        if no_precise:
+            self._precise, self._no_precise = None, no_precise
+
     def _said(self, form: Form) -> dict[str, Any]:
         report = self._job.forms.report(form)
         return {
@@ -313,8 +318,11 @@ class Trials:
         return self._holds(form, self._work, self._judge.try_out, needs_s)
 
     def run_precise(self) -> None:
-        """Run in float64 what distances are from."""
+        """Run in float64 what distances are from; on no rank where it does not run on one."""
         self.team.run(PRECISE.name, self._same.run_precise, judge_precise)
+        record = self.team.record
+        said = None if record is None else str(record.data.get("no_float64", ""))
+        self._same.settle(self.team.tell("no float64", said))
 
     def _work(self, form: Form) -> Found:
         with ended_after(self.limit_s, form.name):
@@ -394,7 +402,7 @@ def check_same(trials: Trials, *, until_wrong: bool = False) -> Form | None:
 def judge_precise(record: Record, found: list[str]) -> None:
     """Note what distances are from: float64, unless it did not run on some rank."""
     why = next(filter(None, found), "")
-    record.put(reference=AS_WRITTEN.name if why else PRECISE.name)
+    record.put(reference=AS_WRITTEN.name if why else PRECISE.name, no_float64=why)
     if why:
         record.put(
             warnings=[

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_compile.check.forms import AGAIN, AS_ASKED, AS_WRITTEN, NODE_BY_NODE, PLAIN
-from moe_compile.check.marks import Difference, distance, first_difference, mark_of, squares
+from moe_compile.check.marks import PIECE, Difference, distance, first_difference, mark_of, squares
 from moe_compile.check.same import (
     ALL,
     FACTOR,
@@ -74,6 +74,9 @@ def test_the_first_tensor_that_differs_is_named_in_the_order_of_computation():
 def test_a_distance_is_of_norms_over_all_parts_of_a_tensor():
     half = torch.tensor([3.0, 0.0]), torch.tensor([3.0, 0.3])
     assert distance([squares(half[1], half[0])]) == pytest.approx(0.1)
+    many = torch.ones(2 * PIECE + 1, dtype=torch.uint8)
+    assert squares(2 * many, many) == (2 * PIECE + 1, 2 * PIECE + 1)
+    assert mark_of(many).bits != mark_of(many.index_fill(0, torch.tensor(2 * PIECE), 0)).bits
     found = distances_of([{"a": (1.0, 50.0), "b": (0.0, 1.0)}, {"a": (1.0, 50.0)}])
     assert found["a"] == pytest.approx(math.sqrt(0.02)) and found["b"] == 0.0
     assert found[ALL] == pytest.approx(math.sqrt(2 / 101))

@@ -18,6 +18,7 @@ from typing import Any, Final
 from moe_compile.check.better import check_better
 from moe_compile.check.culprit import check_and_search, check_culprit
 from moe_compile.check.faster import check_faster
+from moe_compile.check.forms import keep_many_programs
 from moe_compile.check.one_rank import read_rank_arguments, run_section, team_of
 from moe_compile.check.ranks import OF_AGENT
 from moe_compile.check.same import Trials
@@ -65,6 +66,7 @@ def main() -> int:
     team = team_of(arguments, arguments.budget_s, makes_groups=False)
     if arguments.device == "cpu":
         prepare_torch()
+    keep_many_programs()
     store = meeting_point() if team.is_first else None
     port = team.tell("trainer", None if store is None else str(store.port))
     os.environ.update({"MASTER_PORT": port, OF_AGENT: str(True)})

@@ -25,6 +25,7 @@ from torchtitan.tools.logging import init_logger
 from moe_compile.check.forms import Forms
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import InvalidConfig
+from torchtitan_integration.block_groups import OneAfterAnother
 from torchtitan_integration.check.snapshot import Snapshot, local
 from torchtitan_integration.job_config import options_of, with_model_compiled
 from torchtitan_integration.parallelize import Forward, parallelize
@@ -144,10 +145,12 @@ def _lay_out(forms: Forms, *given: Any) -> Any:
 
 
 def without_checkpoints(forward: Forward) -> Forward:
-    """Return the forward of a block inside of its activation checkpointing, if it has any."""
+    """Return the forward of a block, or of several, inside of activation checkpointing."""
     block = getattr(forward, "__self__", None)
-    inner = getattr(block, "_checkpoint_wrapped_module", None)
-    return forward if inner is None else inner.forward
+    if isinstance(block, OneAfterAnother):
+        return OneAfterAnother([without_checkpoints(one) for one in block.forwards]).forward
+    wrapped = getattr(block, "_checkpoint_wrapped_module", None)
+    return forward if wrapped is None else wrapped.forward
 
 
 def plain_name(name: str) -> str:
