@@ -13,7 +13,9 @@ import signal
 import sys
 from typing import Final
 
+from moe_compile.commands.bisect import add_bisect, bisect, split_command
 from moe_compile.commands.calibrate import add_calibrate
+from moe_compile.commands.check import add_check, check
 from moe_compile.commands.doctor import add_doctor
 from moe_compile.commands.explain import add_explain, explain_report
 from moe_compile.commands.options import add_options
@@ -38,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _main(arguments: list[str] | None) -> int:
     parser = new_parser()
-    known, overrides = parser.parse_known_args(arguments)
+    words, command = split_command(sys.argv[1:] if arguments is None else arguments)
+    known, overrides = parser.parse_known_args(words)
     try:
         if known.command is None:
             parser.print_help()
@@ -47,6 +50,10 @@ def _main(arguments: list[str] | None) -> int:
             return explain_report(known)
         if known.command in ("train", "explain"):
             return train(known, overrides)
+        if known.command == "check":
+            return check(known, overrides)
+        if known.command == "bisect":
+            return bisect(known, overrides, command)
         if overrides:
             known.own.error(f"it has no {overrides[0]!r}")
         return int(known.run(known))
@@ -64,6 +71,8 @@ def new_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     add_train(commands)
     add_explain(commands)
+    add_check(commands)
+    add_bisect(commands)
     add_simulate(commands)
     add_doctor(commands)
     add_calibrate(commands)

@@ -41,6 +41,7 @@ from moe_compile.second_backward import keep_saved_tensors, keeps_host_reads
 from moe_compile.source_hash import hash_of_sources
 from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
 from moe_compile.torch_quirks.inductor_settings import settings_of_ours, switched_off
+from passes.bisected import is_bisecting
 from passes.pipeline import JOINT, PIN, POST_GRAD, POST_GRAD_EARLY, RECORD, Level, run_level
 from passes.save_overwritten import mark_overwritten
 
@@ -88,7 +89,12 @@ class LevelPass(CustomGraphPass):
                 raise FailedPass(*self._state.dropped)
 
     def uuid(self) -> Any:
-        """Return the identity of this pass in cache keys; None when it cannot be identified."""
+        """Return the identity of this pass in cache keys; None when it cannot be identified.
+
+        Nor can it be while torch's bisector leaves passes out.
+        """
+        if is_bisecting():
+            return None
         mine = _identity(self._state)
         if self._before is None:
             return mine
@@ -129,11 +135,18 @@ def run_on_aot_graph(level: Level, graph: fx.Graph, state: CompileState) -> bool
 def plan_of(state: CompileState) -> str:
     """Return a digest of the rewrites of a compiled program; "" where it runs as written.
 
-    Passes that failed on the graphs compiled so far are part of it: other ranks may have none.
+    Passes that failed on the graphs compiled so far, or that torch's bisector left out, are part of
+    it: other ranks may have none.
     """
     if not _levels(state):
         return ""
-    made = (state.plan_digest, _sources(), torch.__version__, *sorted(state.dropped))
+    made = (
+        state.plan_digest,
+        _sources(),
+        torch.__version__,
+        *sorted(state.dropped),
+        *state.left_out,
+    )
     return hashlib.sha256(" ".join(made).encode()).hexdigest()[:32]
 
 

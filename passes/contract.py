@@ -41,6 +41,9 @@ class GraphPass(ABC):
     """Names of passes of the same level that may come before or after, with the same result."""
     is_check: ClassVar[bool] = False
     """Whether the pass only checks: its failure is never passed over, since the graph is wrong."""
+    is_needed: ClassVar[bool] = False
+    """Whether values may be wrong without the pass, or ranks wait in vain: it mends what is not
+    ours, or ranks find by it that they differ. A search for a wrong pass leaves it out last."""
 
     @abstractmethod
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:

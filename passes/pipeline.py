@@ -6,9 +6,10 @@ Contract
     A pass that raises is dropped: the graph is as if the pass were absent, one warning says why.
     A pass that needs a fact of a dropped pass is left out as well, and the report says so.
     Facts of a graph (`CompileState.facts_of`) are forgotten once a pass has changed it.
-    `TORCH_LOGS=+passes.pipeline` prints the graph before a level, and after each pass that changed
+    `TORCH_LOGS="+moe_compile"` prints the graph before a level, and after each pass that changed
     it; under `TORCH_TRACE` tlparse shows the same as artifacts `megamoe_<graph>_<step>`; where a
     page is asked for the journal keeps their texts.
+    While torch's own bisector searches, it decides too which passes are left out.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from moe_compile.graph.text import lines_of
 from moe_compile.journal.entries import Dropped, GraphText, PassReport
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
+from passes.bisected import is_left_out
 from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass
 from passes.copy_fills import CopyFills
@@ -63,7 +65,7 @@ from passes.verify_schedule import VerifySchedule
 from passes.zero_empty_groups import ZeroEmptyGroups
 
 LOG: Final = logging.getLogger("moe_compile.passes")  # under TORCH_LOGS=+moe_compile
-GRAPHS: Final = logging.getLogger(__name__)
+BISECTED: Final = "torch's bisector tries without it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class Level:
     passes: tuple[GraphPass, ...]
     given: frozenset[Fact] = frozenset()
     """Facts that the tracer guarantees of the level's graphs."""
+    subsystem: str = "post_grad_passes"
+    """Name that torch's bisector has for passes on these graphs."""
 
 
 DYNAMO: Final = Level(
@@ -85,7 +89,8 @@ DYNAMO: Final = Level(
         FuseTokenSums(),
         QuantizeExchanges(),
         RouteExchanges(),
-    )
+    ),
+    subsystem="pre_grad_passes",
 )
 """Passes on the Dynamo graph, before AOTAutograd derives the backward."""
 
@@ -99,6 +104,7 @@ JOINT: Final = Level(
         SaveOverwritten(),
     ),
     frozenset({Fact.FUNCTIONAL}),
+    subsystem="joint_graph_passes",
 )
 """Passes on the joint graph, before it is partitioned."""
 
@@ -187,6 +193,9 @@ def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassRe
             result = Dropped(p.name, Reason.DISABLED)
         elif missing := p.requires - known:
             result = Dropped(p.name, Reason.NEEDS_FACT, _names(missing))
+        elif is_left_out(p, level.subsystem, state.graph_name):
+            state.left_out.append(f"{p.name} {state.graph_name}")
+            result = Dropped(p.name, Reason.DISABLED, BISECTED)
         else:
             result = _run_one(p, graph, state)
         if isinstance(result, PassReport):
@@ -203,7 +212,7 @@ def run_level(level: Level, graph: fx.Graph, state: CompileState) -> list[PassRe
 def _show(graph: fx.Graph, state: CompileState, step: str) -> None:
     """Print `graph`, and have tlparse show it, where the user asks for it."""
     name = f"megamoe_{state.graph_name}_{step}"
-    GRAPHS.debug("%s:\n%s", name, graph)
+    LOG.debug("%s:\n%s", name, graph)
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},

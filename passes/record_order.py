@@ -34,6 +34,7 @@ class RecordOrder(GraphPass):
 
     name: ClassVar[str] = "record_order"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    is_needed: ClassVar[bool] = True
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Emit the call before the first node that computes."""

@@ -57,6 +57,7 @@ class SaveExchanges(GraphPass):
 
     name: ClassVar[str] = "save_exchanges"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    is_needed: ClassVar[bool] = True
     commutes_with: ClassVar[frozenset[str]] = frozenset({"sizes_from_splits"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:

@@ -30,6 +30,7 @@ class SaveOverwritten(GraphPass):
 
     name: ClassVar[str] = "save_overwritten"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    is_needed: ClassVar[bool] = True
     after: ClassVar[frozenset[str]] = frozenset({"save_exchanges"})  # it overrules a policy
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:

@@ -39,6 +39,7 @@ class ZeroEmptyGroups(GraphPass):
 
     name: ClassVar[str] = "zero_empty_groups"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    is_needed: ClassVar[bool] = True
     after: ClassVar[frozenset[str]] = frozenset({"compress_gradients"})  # it reads what made them
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:

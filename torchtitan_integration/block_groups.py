@@ -36,7 +36,11 @@ def block_groups(model: nn.Module, job: JobConfig) -> list[list[nn.Module]]:
 
 def forward_of(blocks: Sequence[nn.Module]) -> Forward:
     """Return a function that runs `blocks` in turn, each by the forward it has now."""
-    return blocks[0].forward if len(blocks) == 1 else _OneAfterAnother(blocks).forward
+    return (
+        blocks[0].forward
+        if len(blocks) == 1
+        else OneAfterAnother([block.forward for block in blocks]).forward
+    )
 
 
 def run_as_group(blocks: Sequence[nn.Module], forward: Forward) -> None:
@@ -51,20 +55,21 @@ def run_as_group(blocks: Sequence[nn.Module], forward: Forward) -> None:
         block.forward = handover.hand_on
 
 
-class _OneAfterAnother(nn.Module):
-    """Runs blocks of a model, in which it has no place itself.
+class OneAfterAnother(nn.Module):
+    """Runs forwards of blocks of a model, in which it has no place itself.
 
     A module, since Dynamo takes the parameters of a module's blocks for inputs of its graph: groups
     of one kind share a graph, as blocks do.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, forwards: Sequence[Forward]) -> None:
+        """Run `forwards` in turn."""
         super().__init__()
-        self._forwards = [block.forward for block in blocks]
+        self.forwards = [*forwards]
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the last block's result; `args` and `kwargs` are those of every block."""
-        for forward in self._forwards:
+        for forward in self.forwards:
             hidden = forward(hidden, *args, **kwargs)
         return hidden
 

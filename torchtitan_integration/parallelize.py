@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -43,7 +43,23 @@ COPIES_OF_PARAMETERS: Final = 4
 """A parameter, its gradient, and AdamW's two moments."""
 
 
-def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Module:
+Forward = Callable[..., Any]
+Compile = Callable[[Forward, str, Mapping[str, Any] | None], Forward]
+"""Returns a forward compiled by a backend with options."""
+
+
+def compile_whole(forward: Forward, backend: str, options: Mapping[str, Any] | None) -> Forward:
+    """Return `forward` as one graph, compiled at its first call."""
+    given = None if options is None else dict(options)
+    return torch.compile(forward, backend=backend, fullgraph=True, options=given)
+
+
+def parallelize(
+    model: nn.Module,
+    dims: ParallelDims,
+    job: JobConfig,
+    compile_forward: Compile = compile_whole,
+) -> nn.Module:
     """Lay out a model, or a pipeline stage of it; the `parallelize_fn` of our train specs.
 
     Raises InvalidConfig for a layout this version does not have.
@@ -52,7 +68,7 @@ def parallelize(model: nn.Module, dims: ParallelDims, job: JobConfig) -> nn.Modu
     layout = of_model(dataclasses.replace(layout, dp_shard=dims.dp_shard), model.model_args)
     check_layout(layout)
     agree_on_machines()
-    apply_model_parallelism(model, dims, job)
+    apply_model_parallelism(model, dims, job, compile_forward)
     announce_first_calls(block_groups(model, job))
     apply_data_parallelism(model, dims, job)
     return model
@@ -63,7 +79,12 @@ def _value(job: JobConfig, key: str) -> Any:
     return option_of(job, name) if section == BACKEND else getattr(getattr(job, section), name)
 
 
-def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
+def apply_model_parallelism(
+    model: nn.Module,
+    dims: ParallelDims,
+    job: JobConfig,
+    compile_forward: Compile = compile_whole,
+) -> None:
     """Apply TP, EP, CP and activation checkpointing, then compile each block."""
     parts = parts_of(job.model.name)
     parts.prepare_experts(model)
@@ -88,7 +109,7 @@ def apply_model_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig
     held = bytes_held(model, dims) + exchange_buffers(dims, options_of(job))
     for blocks in block_groups(model, job):
         forward = forward_of(blocks)
-        forward = _compiled(forward, job, held) if compiles else forward
+        forward = compile_forward(forward, *_backend(job, held)) if compiles else forward
         run_as_group(blocks, _carried(blocks, forward) if dims.ep_enabled else forward)
 
 
@@ -187,10 +208,9 @@ def backend_options(job: JobConfig, held: int) -> dict[str, Any]:
     return {PREFIX + "step_peak_bytes": held, **compile_options(table), **report}
 
 
-def _compiled(forward: Callable[..., Any], job: JobConfig, held: int) -> Callable[..., Any]:
-    backend = job.compile.backend
-    options = None
-    if backend == BACKEND:
-        options = {**cacheable_functions({}), **backend_options(job, held)}
+def _backend(job: JobConfig, held: int) -> tuple[str, dict[str, Any] | None]:
+    """Return the backend of a job and its options."""
     torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan's own apply_compile
-    return torch.compile(forward, backend=backend, fullgraph=True, options=options)
+    if job.compile.backend != BACKEND:
+        return job.compile.backend, None
+    return BACKEND, {**cacheable_functions({}), **backend_options(job, held)}

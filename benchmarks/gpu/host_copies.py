@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.device_time import synchronize
 from benchmarks.gpu.layer_check import GROUPS, start_one_rank
 from benchmarks.gpu.layer_step import GPU_VARIANTS, Compiled, LayerStep, start_compiler
 from benchmarks.gpu.sizes import Sizes
+from moe_compile.check.device_time import synchronize
 from moe_compile.check.sections import Record, say
 
 TO_HOST: Final = "Memcpy DtoH"

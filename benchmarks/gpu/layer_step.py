@@ -21,13 +21,13 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch._inductor.graph import GraphLowering
 
-from benchmarks.gpu.device_time import elapsed_s, synchronize
 from benchmarks.gpu.exact_layer import Tensors
 from benchmarks.gpu.sizes import OVERLAP_SCHEDULING, SMOKE_OURS
 from benchmarks.link.cases import Case
 from benchmarks.link.layer import MoELayer
 from benchmarks.link.variants import VARIANTS, Variant
 from moe_compile.backend import megamoe
+from moe_compile.check.device_time import elapsed_s, synchronize
 from moe_compile.graph.wrapper_order import event_letters, products_under, wrapper_events
 
 Forward = Callable[[torch.Tensor], torch.Tensor]

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from benchmarks.link.cases import BASELINE, NO_LINK_RATIO
 from benchmarks.link.results import LEAST_CONTROL
-from benchmarks.paired import ratio
+from moe_compile.check.paired import ratio
 
 AGAIN: Final = "inductor again"
 """The baseline a second time in every round: how far from 1 equal things come out."""

@@ -24,7 +24,7 @@ from benchmarks.link.cases import NO_LINK_RATIO, QUANTIZED
 from benchmarks.link.link_model import NO_LINK, LinkRate
 from benchmarks.link.measure import CaseResult, Job, Outcome
 from benchmarks.link.step import Sample
-from benchmarks.paired import Estimate, ratio
+from moe_compile.check.paired import Estimate, ratio
 
 LEAST_CONTROL: Final = 0.95
 """Below this ratio without a link a variant saves compute, or the machine was busy: part of what

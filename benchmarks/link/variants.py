@@ -20,16 +20,7 @@ from benchmarks.link.cases import (
     Plan,
 )
 from benchmarks.link.layer import TokenHalves
-
-REORDER_PASSES: Final[Mapping[str, Any]] = {
-    "reorder_for_compute_comm_overlap": True,
-    "reorder_for_compute_comm_overlap_passes": [
-        "reorder_compute_for_overlap",
-        "sink_waits",
-        "raise_comms",
-    ],
-}
-"""Inductor's own overlap: the flag alone does nothing, and of its passes these gain the most."""
+from moe_compile.check.forms import REORDER_PASSES
 
 FP8_WIRES: Final = {"megamoe.dispatch_wire": "fp8", "megamoe.combine_wire": "fp8"}
 MAX_ERROR: Final = 0.02

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -12,18 +13,20 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 
-from benchmarks.gpu.gpu_machine import describe_gpu_machine
 from benchmarks.node.measured_profile import write_profile
-from benchmarks.node.ranks import Ranks
 from benchmarks.node.sizes import PROMISED_S, SIZES
 from benchmarks.node.summary import print_summary
+from moe_compile.check.machine import describe_gpu_machine
+from moe_compile.check.ranks import Ranks
 from moe_compile.check.sections import passed_before, read_arguments, read_section, run_sections
 from moe_compile.hardware.detect import NO_GPU, detected_profile
 from moe_compile.report.provenance import recorded_command
 from moe_compile.source_hash import EVERY_SOURCE, hash_of_sources
+from torchtitan_integration.launch import settings_on_gpus
 
 WIDTH: Final = 150
 LEAST_RANKS: Final = 2
+RANK: Final = "benchmarks.node.one_rank"
 
 
 def main() -> int:
@@ -31,7 +34,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks are ended on the way out
     arguments = _arguments()
     out = arguments.out.resolve()
-    ranks = Ranks(out, arguments.device, arguments.ranks)
+    settings = settings_on_gpus(os.environ) if arguments.device == "cuda" else {}
+    ranks = Ranks(out, arguments.device, arguments.ranks, RANK, settings=settings)
     if ranks.rank:
         ranks.follow()
         return 0
@@ -46,8 +50,8 @@ def main() -> int:
     }
     if not arguments.again:
         summary["sections"] = passed_before(out, summary, ("device", "ranks", "sources"))
-    summary["settings"] = ranks.settings
-    for key, value in {**summary["machine"], **ranks.settings}.items():
+    summary["settings"] = settings
+    for key, value in {**summary["machine"], **settings}.items():
         console.print(f"{key}: {value}", highlight=False)
     for name in summary["sections"]:
         console.print(f"{name}: passed before, its results stay (--again runs it)")

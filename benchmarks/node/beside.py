@@ -23,10 +23,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.node.collectives import EXCHANGE, launcher, slowest
+from benchmarks.node.collectives import EXCHANGE, launcher
 from benchmarks.node.sizes import Sizes
 from benchmarks.node.together import Pair, Work, together
-from benchmarks.paired import ratio
+from moe_compile.check.device_time import slowest
+from moe_compile.check.paired import ratio
 from moe_compile.check.sections import Record, say
 from moe_compile.check.team import Team
 from moe_compile.testing.process_groups import rank_device

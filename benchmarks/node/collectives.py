@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.device_time import elapsed_s, synchronize
+from moe_compile.check.device_time import elapsed_s, slowest, synchronize
 from moe_compile.testing.process_groups import rank_device
 
 EXCHANGE: Final = "all-to-all"
@@ -64,10 +64,3 @@ def _once(device: str, launch: Callable[[], Any]) -> float:
         launch().wait()
         return time.perf_counter() - began
     return elapsed_s(device, lambda: launch().wait())
-
-
-def slowest(seconds: list[float]) -> list[float]:
-    """Return the greatest of all ranks, each of `seconds` by itself."""
-    worst = torch.tensor(seconds, dtype=torch.float64, device=rank_device())
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return worst.tolist()

@@ -24,14 +24,13 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.device_time import synchronize
 from benchmarks.gpu.exact_layer import relative_errors
 from benchmarks.gpu.layer_step import GPU_VARIANTS, Forward, LayerStep, is_known, start_compiler
 from benchmarks.link.cases import BASELINE
 from benchmarks.link.variants import Variant
-from benchmarks.node.collectives import slowest
 from benchmarks.node.sizes import Sizes
-from benchmarks.paired import ratio
+from moe_compile.check.device_time import slowest, synchronize
+from moe_compile.check.paired import ratio
 from moe_compile.check.sections import Record, say
 from moe_compile.check.team import Team
 from moe_compile.report.process_report import figures

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 import torchtitan_integration
-from benchmarks.node.ranks import OF_AGENT
 from benchmarks.node.sizes import Sizes
 from moe_compile.check.limited_process import run_limited
+from moe_compile.check.ranks import OF_AGENT
 from moe_compile.check.sections import Record
 from moe_compile.check.team import Team
 from moe_compile.testing.process_groups import rank_device

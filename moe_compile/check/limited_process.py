@@ -25,12 +25,14 @@ def run_limited(
     environment: Mapping[str, str],
     *,
     keeps_output: bool = False,
+    grace_s: float = 0.0,
 ) -> int | None:
     """Run a command; return its exit code, None when the time was over; stderr goes to `log`.
 
-    So does stdout with `keeps_output`.
+    So does stdout with `keeps_output`. A command that starts processes in sessions of their own,
+    as torchrun does, has `grace_s` to end them.
     """
-    with _started(command, log, environment, keeps_output=keeps_output) as process:
+    with _started(command, log, environment, keeps_output=keeps_output, grace_s=grace_s) as process:
         try:
             return process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -68,7 +70,12 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _started(
-    command: Sequence[str], log: Path, environment: Mapping[str, str], *, keeps_output: bool = False
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    *,
+    keeps_output: bool = False,
+    grace_s: float = 0.0,
 ) -> Any:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as stderr:
@@ -82,6 +89,10 @@ def _started(
         try:
             yield process
         finally:
+            if grace_s and process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=grace_s)
             with contextlib.suppress(ProcessLookupError):  # all of it has ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -192,10 +192,12 @@ def run_sections(
     promised: Mapping[str, float],
     budget_s: float,
     run: Callable[[str, float], dict[str, Any]],
+    longest_s: float = LONGEST_S,
 ) -> bool:
     """Run those of `promised`, seconds by name, that have not passed; return whether all have.
 
-    `run` is given a name and seconds, and returns the section's result.
+    No section is given more than `longest_s`. `run` is given a name and seconds, and returns the
+    section's result.
     """
     began = time.monotonic()
     names = [name for name in promised if name not in summary["sections"]]
@@ -204,7 +206,7 @@ def run_sections(
     open_s = sum(promised[name] for name in names)
     for name in names:
         left_s = budget_s - RESERVE_S - (time.monotonic() - began)
-        section_s = min(LONGEST_S, left_s * promised[name] / open_s)
+        section_s = min(longest_s, left_s * promised[name] / open_s)
         open_s -= promised[name]
         out_of_time = {"status": "skipped", "why": "out of time"}
         found = run(name, section_s) if section_s > GRACE_S else out_of_time

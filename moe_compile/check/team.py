@@ -7,7 +7,7 @@ Contract
     finished, by a process that was ended, is a failure.
     Ranks talk through the store: they can report a group that hangs.
     An item runs in default groups of as many ranks as it asks for, several side by side; ranks that
-    are left over do nothing.
+    are left over do nothing. A team that makes no groups leaves them to its items.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ class Team:
         local_rank: int = 0,
         collective_timeout_s: float = 120.0,
         record: Record | None = None,
+        makes_groups: bool = True,
     ) -> None:
         """Prepare; the first item makes the group."""
+        self._makes_groups = makes_groups
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         self.record = record
         self._store, self._local_rank = store, local_rank
@@ -92,6 +94,13 @@ class Team:
         if self._told(item, "verdict") == b"restart":
             raise OutOfStep(what)
 
+    def tell(self, what: str, value: str | None = None) -> str:
+        """Return what one rank, which names a `value`, tells all ranks as `what`."""
+        if value is not None:
+            self._store.set(f"told/{what}", value)
+        self._store.wait([f"told/{what}"], self._patience)
+        return str(self._store.get(f"told/{what}").decode())
+
     def leave(self) -> None:
         """Leave the group, if there is one."""
         if dist.is_initialized():
@@ -116,7 +125,8 @@ class Team:
 
     def _answer(self, work: Callable[[], Any], size: int) -> tuple[str, Any]:
         try:
-            self._join(size)
+            if self._makes_groups:
+                self._join(size)
             return "found", work()
         except Exception as error:  # noqa: BLE001  (a machine breaks in ways no list covers)
             return "error", (f"{type(error).__name__}: {error}"[:500], traceback.format_exc())

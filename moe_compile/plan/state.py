@@ -74,6 +74,8 @@ class CompileState:
     dropped: list[str] = field(default_factory=list)
     """Passes that failed on a graph of AOTAutograd, each as `pass graph`: no later attempt to
     compile the program runs them on that graph."""
+    left_out: list[str] = field(default_factory=list)
+    """Passes that torch's bisector left out of graphs, each as `pass graph`."""
     on_pass_failed: Callable[[], None] | None = None
     """Called at each such failure: a backward graph is compiled after the report of its
     compilation is written."""
@@ -117,7 +119,10 @@ class CompileState:
     def withdraw(self, passes: Collection[str]) -> None:
         """Withdraw the decisions of passes that were left out, from the plan."""
         if "rewrite_regions" in passes:
-            is_asked = "rewrite_regions" in self.config.disable_passes
+            is_asked = (
+                "rewrite_regions" in self.config.disable_passes
+                or f"rewrite_regions {self.graph_name}" in self.left_out
+            )
             why = Reason.DISABLED if is_asked else Reason.FAILED
             self._change(lambda one: one.as_written(why))
         if "quantize_exchanges" in passes:

@@ -30,12 +30,14 @@ dist.destroy_process_group()
 """
 
 
-def test_the_name_is_found_without_any_import_of_ours_and_torch_logs_shows_a_line_per_compilation():
+def test_the_name_is_found_without_any_import_of_ours_and_torch_logs_shows_each_compilation():
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], check=False, timeout=300, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("1 MoE regions in [2] chunks") == 1
+    graphs = ("dynamo_before_normalize_exchanges", "dynamo_after_rewrite_regions", "forward_before")
+    assert all(f"megamoe_{name}" in run.stderr for name in graphs)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from benchmarks.node.beside import OWN, Share, judge_shares, said_of
 from benchmarks.node.collectives import EXCHANGE, GATHER
 from benchmarks.node.hidden import judge_steps, judge_variant
 from benchmarks.node.measured_profile import write_profile
-from benchmarks.node.ranks import Ranks
 from benchmarks.node.recipes import STEPS, judge_losses, most_off
 from benchmarks.node.sizes import PROMISED_S
 from benchmarks.node.summary import BARS
 from moe_compile.check.limited_process import run_ranks
+from moe_compile.check.ranks import Ranks
 from moe_compile.check.sections import LONGEST_S, read_section
 from moe_compile.hardware.profile import load_profile
 from tests.benchmarks.sections import FAILED, check_bar, failures, section
@@ -46,7 +46,7 @@ def test_sections_promise_no_more_than_eight_minutes_and_each_has_a_bar():
 
 @pytest.mark.slow
 def test_a_section_goes_on_in_new_processes_behind_the_item_in_which_a_rank_died(tmp_path):
-    ranks = Ranks(tmp_path, "cpu", 2, module="tests.benchmarks.dying_rank")
+    ranks = Ranks(tmp_path, "cpu", 2, "tests.benchmarks.dying_rank", settings={})
     ended = ranks.run("links", 400.0)
     found = read_section(tmp_path, "links")
     assert [row["sums"] for row in found["rows"]] == [[2.0, 2.0]] * 2

@@ -215,8 +215,9 @@ def dry_run(
         Console(stderr=True).status("tracing") as status,
     ):
         held = states["rank 0"].held + states["rank 0"].exchange_buffers
-        say = status.update
-        traced = trace_layers(rank, graphs, held, say, compares=compares, has_page=has_page)
+        traced = trace_layers(
+            rank, graphs, held, status.update, compares=compares, has_page=has_page
+        )
     print_layers(traced, console)
     if not compares and any(layer.unhidden_us for layer in traced):
         console.print(COMPARE)
@@ -230,8 +231,7 @@ def dry_run(
     console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.")
     report = _report(traced, _hardware(file))
     _write_report(str(file.read("megamoe.report", "")), report, console)
-    room = device_memory(_hardware(file))
-    for warning in filter(None, map(room.warning, shown)):
+    for warning in filter(None, map(device_memory(_hardware(file)).warning, shown)):
         console.print(warning)
     return report
 

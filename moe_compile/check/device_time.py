@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+
+from moe_compile.testing.process_groups import rank_device
 
 Work = Callable[[], Any]
 
@@ -95,6 +98,13 @@ def elapsed_s(device: str, work: Work, head_start_cycles: int = 0) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+def slowest(seconds: list[float]) -> list[float]:
+    """Return the greatest of all ranks, each of `seconds` by itself."""
+    worst = torch.tensor(seconds, dtype=torch.float64, device=rank_device())
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.tolist()
 
 
 def time_in_turn(device: str, jobs: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:

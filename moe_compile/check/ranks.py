@@ -3,9 +3,8 @@
 Contract
     The first rank's driver says what is run and when; the others' follow. No process of a section
     is left when `run` returns. While time is left a section whose ranks ended before it did goes on
-    in new ones, behind the item that they ended in.
-    Ranks on GPUs have the settings that `megamoe train` gives its own, where the user has set
-    nothing else.
+    in new ones, behind the item that they ended in; not where they had begun none.
+    Ranks have the variables that the caller names, where the user has set nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +24,6 @@ import torch.distributed as dist
 from moe_compile.check.limited_process import run_ranks
 from moe_compile.check.sections import GRACE_S, ended, read_section, say
 from moe_compile.testing.rank_pool import HOST, meeting_point
-from torchtitan_integration.launch import settings_on_gpus
 
 PATIENCE_S: Final = 20.0
 """For the other ranks once one has failed."""
@@ -55,14 +53,22 @@ class Ranks:
     """The ranks that this process starts, and how drivers of ranks hear of each other."""
 
     def __init__(
-        self, out: Path, device: str, num_local: int, module: str = "benchmarks.node.one_rank"
+        self,
+        out: Path,
+        device: str,
+        num_local: int,
+        module: str,
+        *,
+        settings: Mapping[str, str],
+        words: Sequence[str] = (),
     ) -> None:
         """Be the only driver, of `num_local` ranks, or that of a rank that torchrun started.
 
-        `module` is what a rank of a section runs.
+        A rank of a section runs `module`, given `words` besides its own arguments, with `settings`
+        in its environment.
         """
         self._out, self._device, self._module = out, device, module
-        self.settings = settings_on_gpus(os.environ) if device == "cuda" else {}
+        self._settings, self._words = dict(settings), words
         self._num_orders = 0
         self._is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         if self._is_torchrun:
@@ -92,12 +98,14 @@ class Ranks:
     def run(self, section: str, seconds: float) -> dict[str, Any]:
         """Run a section for so long; return what became of it. For the first driver."""
         say(f"{section}: {seconds:.0f} s at most")
-        began, attempt = time.monotonic(), 0
+        began, attempt, num_begun = time.monotonic(), 0, 0
         while True:
             left_s = seconds - (time.monotonic() - began)
             code = self._do(Order(section=section, attempt=attempt, seconds=left_s))
             found = read_section(self._out, section)
+            num_known, num_begun = num_begun, len(found.get("begun", ()))
             is_over = found.get("is_complete") or left_s < LEAST_S + PATIENCE_S
+            is_over = is_over or num_begun == num_known  # new ones would end at the same place
             if code == 0 or is_over or seconds - (time.monotonic() - began) < LEAST_S:
                 break
             attempt += 1
@@ -139,13 +147,14 @@ class Ranks:
         command = [sys.executable, "-m", self._module, order.section]
         command += [f"--out={self._out}", f"--device={self._device}"]
         command += [f"--budget-s={order.seconds - GRACE_S}", f"--attempt={order.attempt}"]
+        command += self._words
         suffix = f"_again{order.attempt}" if order.attempt else ""
         ranks = [environment["RANK"] for environment in self._environments]
         return run_ranks(
             [command] * len(ranks),
             [self._out / f"{order.section}_rank{rank}{suffix}.log" for rank in ranks],
             order.seconds,
-            [environment_of(self.settings | own) for own in self._environments],
+            [environment_of(self._settings | own) for own in self._environments],
             patience_s=PATIENCE_S,
         )
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.paired import estimate, ratio
+from moe_compile.check.paired import estimate, ratio
 
 TIMES = st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=40)
 

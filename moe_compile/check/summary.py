@@ -1,0 +1,175 @@
+"""Run the sections of `megamoe check` and print what they found, in tables and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_compile.check.culprit import sentences
+from moe_compile.check.machine import describe_gpu_machine
+from moe_compile.check.ranks import Ranks
+from moe_compile.check.sections import passed_before, read_section, run_sections
+from moe_compile.check.tables import Section, new_table, print_sections
+from moe_compile.entry_points import hash_of_packages
+from moe_compile.source_hash import EVERY_SOURCE, ROOT, hash_of_sources
+
+WIDTH: Final = 132
+MORE: Final = "megamoe bisect, with the same arguments, finds the pass, and the block"
+ALIKE: Final = ("device", "ranks", "sources", "job")
+"""What a section that passed must have had in common with this run to stay."""
+RECIPE: Final = tuple(sorted((ROOT / "torchtitan_integration").rglob("*.py")))
+NO_LINK: Final = (
+    "These are times of a CPU without a link between ranks: they say nothing of a cluster."
+)
+
+
+def run_check(
+    ranks: Ranks,
+    out: Path,
+    sections: Mapping[str, float],
+    head: Mapping[str, Any],
+    asked: argparse.Namespace,
+) -> int:
+    """Run `sections` on `ranks`, of which this is the first; return the exit status."""
+    console = Console(width=WIDTH)
+    summary = begun(head)
+    if not asked.again:
+        summary["sections"] = passed_before(out, summary, ALIKE)
+    for name in summary["sections"]:
+        console.print(f"{name}: passed before, its results stay (--again runs it)")
+    limit_s = asked.budget_s
+    has_passed = run_sections(out, summary, sections, limit_s, ranks.run, longest_s=limit_s)
+    ranks.end()
+    print_check(console, out, summary)
+    return 0 if has_passed else 1
+
+
+def begun(head: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a summary without sections, of a job, its ranks and its device in `head`."""
+    return {
+        **head,
+        "machine": describe_gpu_machine(str(head["device"])),
+        "sources": f"{hash_of_sources((*EVERY_SOURCE, *RECIPE))} {hash_of_packages()}",
+        "sections": {},
+    }
+
+
+def print_check(console: Console, out: Path, summary: Mapping[str, Any]) -> None:
+    """Print each section's table, how it ended, and what the check cannot show."""
+    print_sections(console, out, summary, TABLES)
+    for line in verdicts(out, summary):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"results: {out}", markup=False, highlight=False)
+
+
+def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each section, then what this run cannot show."""
+    said = []
+    for name in summary["sections"]:
+        section = read_section(out, name)
+        is_whole = section.get("is_complete") and not section.get("failures")
+        if is_whole and section.get("rows"):
+            said.append(f"{name}: {SAYS[name](section)}")
+        else:
+            said.append(f"{name}: {_why_not(summary['sections'][name], section)}")
+        if name == "same" and section.get("failures"):
+            said += [f"{name}: {line}" for line in sentences(section.get("culprit", {}))]
+            said.append(f"{name}: {MORE}")
+    if summary["device"] == "cpu" and {"faster", "better"} & {*summary["sections"]}:
+        said.append(f"note: {NO_LINK}")
+    if summary["layers"]:
+        said.append(
+            f"note: only the model's first {summary['layers']} layers ran: what all of them take, "
+            "in time and memory, and how differences add up over depth, is not shown"
+        )
+    said += [
+        f"note: {name} = {value} acts outside of compiled blocks: it is alike in every form, so "
+        "that neither what it changes nor what it gains is shown"
+        for name, value in summary["outside"].items()
+    ]
+    return said
+
+
+def _why_not(ended: Mapping[str, Any], section: Section) -> str:
+    """Return what to say of a section that did not come to its end, or found a fault."""
+    if section.get("is_complete") and section.get("rows"):
+        return "DOES NOT HOLD"
+    why = next(iter(ended.get("failures", ())), ended.get("why", "it did not come to its end"))
+    return f"OPEN: {why} (status {ended['status']}; what ranks printed is beside the results)"
+
+
+def _says_same(section: Section) -> str:
+    rows = {row["form"]: row for row in section["rows"]}
+    bits = rows["megamoe, node by node"]
+    said = [f"node by node: {bits['found']}"]
+    if generated := rows.get("megamoe"):
+        said.append(f"generated code: {generated['found']}")
+    return "; ".join(said)
+
+
+def _says_faster(section: Section) -> str:
+    rows = {row["form"]: row for row in section["rows"]}
+    return f"a step takes {_ratio(rows['megamoe'])} of that by {section['best']}"
+
+
+def _says_better(section: Section) -> str:
+    if "won" not in section:
+        return "no other way was raced"
+    won = f"{_table(section['won'])} takes {_ratio(section)} of the job as asked"
+    return won if section["is_faster"] else f"the job as asked stays; {won}"
+
+
+def _table(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
+
+
+def _ratio(row: Mapping[str, Any]) -> str:
+    ratio = row["ratio"]
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+
+
+def _same(section: Section) -> Table:
+    table = new_table("Same results", "form", "first loss, last rank", "s", "found")
+    table.columns[-1].justify = "left"
+    for row in section["rows"]:
+        loss = sum(row["losses"])
+        table.add_row(row["form"], f"{loss:.7g}", f"{row['seconds']:.0f}", row["found"])
+        lines = [*row["regions"], *(f"bits may differ: {why}" for why in row["excuses"])]
+        if not row["holds"] and row["passes"]:
+            lines.append(f"passes that changed a graph: {', '.join(row['passes'])}")
+        for line in lines:
+            table.add_row("", "", "", line)
+    return table
+
+
+def _faster(section: Section) -> Table:
+    best = section.get("best", "Inductor")
+    table = new_table("Steps in turn, ms", "form", "step", f"over {best}", "first step, s")
+    for row in section["rows"]:
+        table.add_row(
+            row["form"], f"{1e3 * row['step_s']:.1f}", _ratio(row), f"{row['first_s']:.1f}"
+        )
+    return table
+
+
+def _better(section: Section) -> Table:
+    table = new_table("Ways raced, ms", "way", "rounds", "step", "over as asked", "")
+    for row in section["rows"]:
+        table.add_row(
+            row["form"],
+            str(row["rounds"]),
+            f"{1e3 * row['step_s']:.1f}",
+            _ratio(row),
+            "" if row["goes_on"] else "leaves",
+        )
+    return table
+
+
+SAYS: Final = {"same": _says_same, "faster": _says_faster, "better": _says_better}
+TABLES: Final = {"same": _same, "faster": _faster, "better": _better}

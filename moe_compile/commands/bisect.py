@@ -1,0 +1,88 @@
+"""`megamoe bisect`: the pass, then the block, by which a job's values are wrong.
+
+Contract
+    A torchtitan job is run in forms, as by `megamoe check`; behind `--` any command is run again
+    and again. The exit status is 0 where a culprit was found, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from moe_compile.commands.check import Started, add_job_arguments, checked_job, run_on_ranks
+from moe_compile.errors import InvalidConfig
+
+NAME: Final = "bisect"
+COMMAND: Final = "--"
+FORM_S: Final = 600.0
+
+
+def add_bisect(commands: Any) -> None:
+    """Add the subcommand."""
+    bisect = commands.add_parser(
+        NAME,
+        help="find the pass by which a job's values are wrong, or a command fails",
+        description="Find the culprit where megamoe check says that values differ, or a step does "
+        "not end: the job's blocks run without some passes, then in some blocks alone, each time "
+        "half of what is left. Or run a COMMAND again and again without some passes: it is good "
+        "where it ends with status 0 in its time.",
+        epilog="Flags of torchtitan follow the file and win over it. With --megamoe.codegen fx "
+        "nothing is generated, which is fast, and finds all but faults of generated code.",
+        usage="megamoe bisect [-h] [--out FOLDER] [--steps N] [--layers N] [--form-s S] "
+        "[--slow] [--budget-s S] [--nproc N] CONFIG [--section.key value ...]\n"
+        "       megamoe bisect [--out FOLDER] [--form-s S] -- COMMAND ...",
+        allow_abbrev=False,
+    )
+    bisect.add_argument("config", metavar="CONFIG", nargs="?", help="as for megamoe train")
+    add_job_arguments(bisect, folder=NAME)
+    bisect.add_argument(
+        "--slow",
+        action="store_true",
+        help="find the pass by which steps are slower than Inductor's, by their times in turn",
+    )
+    bisect.add_argument(
+        "--form-s",
+        type=float,
+        default=FORM_S,
+        help="most seconds of a form, or of COMMAND: more counts as wrong; default: %(default)g",
+    )
+
+
+def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the command line up to `--`, and the command behind it; [] without one."""
+    words = list(arguments)
+    if words[:1] != [NAME] or COMMAND not in words:
+        return words, []
+    place = words.index(COMMAND)
+    return words[:place], words[place + 1 :]
+
+
+def bisect(known: argparse.Namespace, overrides: list[str], command: list[str]) -> int:
+    """Run the subcommand; return the exit status. Raises InvalidConfig."""
+    if bool(known.config) == bool(command):
+        raise InvalidConfig("bisect: write a job's file, or -- and a command; one of the two")
+    if command:
+        if known.slow:
+            raise InvalidConfig("bisect --slow is of a torchtitan job; a command is good or bad")
+        if overrides:
+            raise InvalidConfig(f"bisect: write {overrides[0]!r} behind --, with the command")
+        out = (known.out or Path(NAME)).resolve()
+        run: Any = importlib.import_module("moe_compile.check.bisection")  # imports torch
+        return int(run.bisect_command(command, out, known.form_s))
+    job, ranks = checked_job(known, overrides)
+    if known.slow and job.read("megamoe.codegen", "inductor") == "fx":
+        raise InvalidConfig(
+            'bisect --slow: megamoe.codegen is "fx", which generates no code to be timed; leave '
+            "one of the two out"
+        )
+
+    def search(started: Started) -> int:
+        run: Any = importlib.import_module("moe_compile.check.bisection")
+        return int(run.bisect_job(started.team, started.out, started.head, known.budget_s))
+
+    words = [f"--form-s={known.form_s}", *(["--slow"] if known.slow else [])]
+    return run_on_ranks(job, ranks, known, words, search, folder=NAME)
