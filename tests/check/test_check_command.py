@@ -50,6 +50,7 @@ def test_a_correct_job_has_the_bits_of_the_program_as_written_and_is_not_run_aga
     assert status == 0 and "same: passed before" in said
 
 
+@pytest.mark.slow
 def test_a_wrong_value_is_found_with_the_first_tensor_that_has_it(tmp_path):
     install(tmp_path)
     words = (*SMALL, *NODE_BY_NODE, f"--megamoe.transport={NAME}")
@@ -63,6 +64,7 @@ def test_a_wrong_value_is_found_with_the_first_tensor_that_has_it(tmp_path):
     assert "wrong from route_exchanges on" in said
 
 
+@pytest.mark.slow
 def test_the_pass_and_the_block_by_which_values_are_wrong_are_found(tmp_path):
     install(tmp_path)
     words = (*SMALL, *NODE_BY_NODE, f"--megamoe.transport={NAME}")
@@ -74,6 +76,7 @@ def test_the_pass_and_the_block_by_which_values_are_wrong_are_found(tmp_path):
     assert "to go on without it: --megamoe.disable_passes route_exchanges" in said
 
 
+@pytest.mark.slow
 def test_a_job_in_which_nothing_is_rewritten_shows_nothing(tmp_path):
     """The first layer of this model has no experts."""
     status, said = check(tmp_path, *SMALL[1:], *NODE_BY_NODE, "--layers=1")
