@@ -30,7 +30,8 @@ from moe_compile.torch_quirks.python311_frames import with_frame_space
 use_bits_of_environment()  # and so does this process
 
 
-LONGEST = ("tests/integration/", "tests/equivalence/", "tests/backend/", "tests/benchmarks/")
+FOLDERS = ("integration", "equivalence", "backend", "benchmarks", "check")
+LONGEST = tuple(f"tests/{folder}/" for folder in FOLDERS)
 """What takes longest first, so that no worker has much of it left when the other is done."""
 
 

@@ -72,6 +72,7 @@ def dry_run(process):
     return run
 
 
+@pytest.mark.slow
 def test_a_job_is_explained_as_a_page(process, tmp_path):
     """The page has the program as it is written beside what the dry run prints."""
     page = tmp_path / "job.html"
