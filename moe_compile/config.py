@@ -378,7 +378,13 @@ def what_to_lower(config: MegaMoEConfig) -> str:
             "'model', with equal_tokens)"
         )
     if config.dispatch != "all_to_all":
-        told.append("dispatch = 'all_gather' holds the tokens of all ranks (write 'all_to_all')")
+        told.append(
+            f"dispatch = {config.dispatch!r}: an all-gather holds the tokens of all ranks (write "
+            "'all_to_all')"
+        )
     if config.nodes != "off":
-        told.append("nodes holds the tokens of a node twice (write 'off')")
+        told.append(
+            f"nodes = {config.nodes!r}: two hops hold tokens that reach a node besides its rows "
+            "(write 'off')"
+        )
     return "; ".join(told)

@@ -25,6 +25,7 @@ from moe_compile.errors import RankDisagreement
 from moe_compile.graph.precedence import awaited, is_host_read
 from moe_compile.graph.query import group_name, is_launch, is_wait
 from moe_compile.runtime import launch_records
+from tests.backend.test_orders_across_groups import Shared
 from tests.capture import dynamo_graphs
 from tests.layers import WAIT, GroupedExperts
 
@@ -119,22 +120,6 @@ class Job:
         ]:
             moves[next(choices, 0) % len(moves)]()
         return all(rank.has_ended for rank in self.ranks)
-
-
-class Shared:
-    """The agreement of a rank that has a store in common with others."""
-
-    prefix = "job"
-
-    def __init__(self, rank, store):
-        self.rank, self.store = rank, store
-
-    def first_of_group(self, group, key, value):
-        first = self.store.setdefault((group, key), (self.rank, value))
-        return None if first[1] == value else first
-
-    def end(self, message):
-        raise RankDisagreement(message)
 
 
 def are_taken_for_alike(programs):
