@@ -8,19 +8,20 @@ Contract
     A program in which a pass failed is not kept in a cache: torch has no public way to take it out,
     so the compilation ends there and begins again without the pass, under keys of its own. Every
     process meets the failure, whether its code then comes from a cache or not.
-    For one graph it is too late to begin again: a backward compiled as it first runs, in a program
-    without host reads. The pass is left out there, and a process that finds the program in a cache
-    does not learn of it.
+    A backward that passes run on is compiled beside its forward, before the program first runs:
+    there it is not too late to begin again, or to run the program as written on all ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.fx as fx
 from functorch.compile import (
@@ -52,6 +53,7 @@ HOOKS: Final = {
     "post_grad_custom_post_pass": (POST_GRAD, RECORD, PIN),
 }
 
+AHEAD: Final = "force_non_lazy_backward_lowering"
 FUSIONS: Final = "pre_grad_fusion_options"
 
 EVERY_LEVEL: Final = tuple(itertools.chain.from_iterable(HOOKS.values()))
@@ -72,8 +74,6 @@ class LevelPass(CustomGraphPass):
         self, levels: Sequence[Level], state: CompileState, before: CustomGraphPass | None
     ) -> None:
         """Run `before` first, then `levels` in order with `state`."""
-        self.is_late = False
-        """Whether the program ran already."""
         self._levels = levels
         self._state = state
         self._before = before
@@ -85,7 +85,7 @@ class LevelPass(CustomGraphPass):
         if JOINT not in self._levels:
             keep_saved_tensors()
         for level in self._levels:
-            if run_on_aot_graph(level, graph, self._state) and not self.is_late:
+            if run_on_aot_graph(level, graph, self._state):
                 raise FailedPass(*self._state.dropped)
 
     def uuid(self) -> Any:
@@ -180,10 +180,21 @@ def compile_with_inductor(
     if passes:
         ours.update(_let_into_cache(gm, patches))
     settings = {**patches, **ours, **passes}
-    compiled = _compile_without_failures(gm, example_inputs, state, settings)
-    for one in passes.values():
-        one.is_late = True
-    return compiled
+    with _backward_ahead() if levels else contextlib.nullcontext():
+        return _compile_without_failures(gm, example_inputs, state, settings)
+
+
+def _backward_ahead() -> contextlib.AbstractContextManager[None]:
+    """Have AOTAutograd compile backward graphs ahead, and raise their errors.
+
+    Without this setting it compiles them as they first run, or, where sizes are read, ahead, but
+    keeps an error until then. Nothing changes in a torch without the setting.
+    """
+    known = hasattr(functorch_config, AHEAD)
+    patch: contextlib.AbstractContextManager[None] = functorch_config.patch(
+        {AHEAD: True} if known else {}
+    )
+    return patch
 
 
 def _compile_without_failures(
@@ -261,7 +272,8 @@ def compile_with_fx(
     has_passes = JOINT in levels
     partition = partition_with_passes(state) if has_passes else _partition_as_written
     aot = AOT(fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=partition)
-    return aot(gm, list(example_inputs))
+    with _backward_ahead() if levels else contextlib.nullcontext():
+        return aot(gm, list(example_inputs))
 
 
 def _partition_as_written(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:

@@ -4,6 +4,8 @@ Contract
     This holds for any error of AOTAutograd, the code generator and a check of ours. Errors that the
     user can correct, and exceptions by which Dynamo traces anew or goes on without a graph, pass
     through. So does every error under `strict`.
+    Both graphs are compiled before the program first runs: an error of the backward would come too
+    late otherwise, when other ranks run what was rewritten.
     The failure is warned of and stands in the journal, and ranks compare it: ranks that compiled
     their rewritten program run it as written too.
 """
@@ -14,7 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -49,10 +51,9 @@ def compiled_or_as_written(
     """
     try:
         return compile_rewritten(), False
-    except PASS_THROUGH:
-        raise
-    except Exception as error:
-        if compile_whole is None or state.config.strict:
+    except Exception as raised:
+        error = _cause(raised)
+        if isinstance(error, PASS_THROUGH) or compile_whole is None or state.config.strict:
             raise
         failure = f"{type(error).__name__}: {error}"
         LOG.warning(
@@ -65,6 +66,11 @@ def compiled_or_as_written(
     state.dropped.append(COMPILATION)
     forget_unfinished_symbols()
     return compile_whole(), True
+
+
+def _cause(error: Exception) -> Exception:
+    """Return the error itself where Inductor wrapped it in an error of Dynamo."""
+    return error.inner_exception if isinstance(error, BackendCompilerFailed) else error
 
 
 def forget_unfinished_symbols() -> None:

@@ -164,6 +164,18 @@ def option_faults(job: JobFile) -> Iterator[str]:
     yield from (no_option(name, where="[megamoe]", known=KNOWN) for name in unknown)
     unknown = [name for name in flags if name not in KNOWN]
     yield from (no_option(n, where=f"--megamoe.{n}", known=KNOWN) for n in unknown)
+    yield from _value_faults(*_given(job))
+
+
+def options_in(job: JobFile) -> MegaMoEConfig:
+    """Return our options in file, flags and environment; raise InvalidConfig for a wrong value."""
+    table, environment = _given(job)
+    return from_sources(table=table, environment=environment)
+
+
+def _given(job: JobFile) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return our options of the table, and those of flags and environment, as variables."""
+    table, flags = job.content.get(BACKEND, {}), _overridden(job)
     values: dict[str, Any] = {k: v for k, v in table.items() if k in KNOWN and k not in flags}
     environment = dict(os.environ)
     for name in flags:
@@ -173,8 +185,7 @@ def option_faults(job: JobFile) -> Iterator[str]:
             values[name] = value
         elif is_read and value not in ("", True):
             environment[ENVIRONMENT_PREFIX + name.upper()] = value  # text, as a variable is
-    ours = {k: v for k, v in environment.items() if k.startswith(ENVIRONMENT_PREFIX)}
-    yield from _value_faults(values, ours)
+    return values, {k: v for k, v in environment.items() if k.startswith(ENVIRONMENT_PREFIX)}
 
 
 def _value_faults(table: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:

@@ -16,10 +16,12 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_compile.commands.explain import tell, tell_of_page, tell_of_picture
+from moe_compile.config import what_to_lower
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
 from moe_compile.report.explanation_text import why_nothing_was_rewritten
@@ -34,6 +36,7 @@ from torchtitan_integration.job_config import REPORT_FILE
 from torchtitan_integration.job_file import (
     JobFile,
     find_job,
+    options_in,
     rank_with_loss,
     read_job,
     recipes,
@@ -58,6 +61,8 @@ from torchtitan_integration.layout import read_layout
 from torchtitan_integration.run_output import RunOutput, drop_old, last_errors, show
 from torchtitan_integration.titan_keys import check_torchtitan
 
+OUT_OF_MEMORY = "OutOfMemoryError"
+"""Name of torch's error, in the last line of a rank's traceback."""
 SIGNALLED = 128
 """An exit status above it is that of a process which a signal ended."""
 
@@ -174,7 +179,8 @@ def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> 
         _say(f"{output.num_folded} lines of the log are folded (--verbose shows them): {latest}")
     if status:
         cut_off = (f"{fault}; files there may end in the middle" for fault in folder_faults(job))
-        for line in (*last_errors(logs), *cut_off):
+        errors = last_errors(logs)
+        for line in (*errors, *cut_off, *_what_to_lower(job, errors)):
             _say(line)
         _say(_failure(status, latest))
     elif uses_megamoe(job):
@@ -215,6 +221,19 @@ def _settings_of_ranks(ranks: int) -> dict[str, str]:
     if settings:
         _say("set for this run: " + ", ".join(f"{n}={value}" for n, value in settings.items()))
     return settings
+
+
+def _what_to_lower(job: JobFile, errors: Sequence[str]) -> Iterator[str]:
+    """Yield the keys that lower the memory of a job that ended by a lack of it."""
+    if not any(OUT_OF_MEMORY in error for error in errors):
+        return
+    ours = what_to_lower(options_in(job)) if uses_megamoe(job) else ""
+    if ours:
+        yield f"what holds more memory than in the job as written: {ours}"
+    yield (
+        "keys of the job that lower its memory: training.local_batch_size, training.seq_len, "
+        "activation_checkpoint.mode (write 'full'); --dry-run prints what a rank holds"
+    )
 
 
 def _failure(status: int, logs: Path) -> str:

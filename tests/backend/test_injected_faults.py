@@ -6,35 +6,55 @@ rewritten the program, and must run it as that rank does.
 """
 
 import contextlib
+import dataclasses
+import functools
+import itertools
 import logging
 from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.exc import InductorError
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import fresh_inductor_cache
 
 from moe_compile import codegen
 from moe_compile.check.bits import LOOPED
-from moe_compile.errors import ContractViolation
+from moe_compile.errors import ContractViolation, InvalidConfig
+from moe_compile.failed_compilation import compiled_or_as_written
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import source_of
-from passes.pipeline import DYNAMO, JOINT, POST_GRAD, POST_GRAD_EARLY, RECORD
+from passes.pipeline import LEVELS, PIN
+from tests.capture import state
 
-PASSES = {
-    one.name: type(one)
-    for level in (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD, RECORD)
-    for one in level.passes
-}
-"""Passes that run without Inductor; the others edit nothing but what its code generator reads."""
+PASSES = {one.name: type(one) for level in LEVELS for one in level.passes}
+WITH_INDUCTOR = tuple(one.name for one in PIN.passes)
+"""Passes that edit nothing but what Inductor's code generator reads."""
+WITHOUT_INDUCTOR = tuple(name for name in PASSES if name not in WITH_INDUCTOR)
 STAGES = ("min_cut_rematerialization_partition", "make_boxed_func")
 """Names in `moe_compile.codegen`: the cut of the joint graph, and what is made of each part."""
+INDUCTOR_STAGES = ("run", "codegen", "compile_to_module")
+"""Methods of Inductor's GraphLowering, which fail for every program with a pass of ours."""
+IN_INDUCTOR = (*WITH_INDUCTOR, *itertools.product(INDUCTOR_STAGES, ("forward", "backward")))
+EVERYWHERE = (*WITHOUT_INDUCTOR, *STAGES, *IN_INDUCTOR)
 FAULT = "the fault that was put in"
 OTHERWISE = {torch.mul: torch.add, torch.ops.aten.mul.Tensor: torch.ops.aten.add.Tensor}
 AS_WRITTEN = "run as written"
 
 
+BY_INDUCTOR = "'megamoe.codegen': 'inductor', "
+ROUNDINGS = 1e-5
+"""Relative error of chunks in float32 by Inductor, which fuses others than without chunks."""
+
+
 def text_of(program, options=""):
+    if options.startswith(BY_INDUCTOR):
+        program = dataclasses.replace(program, dtype="float32")
     text = source_of(legal(program)).replace("\nMIRRORED = True ", "\nMIRRORED = False ")
+    if options.startswith(BY_INDUCTOR):
+        text = text.replace("\nBOUND = 0.0", f"\nBOUND = {ROUNDINGS}")
     return text.replace("\nOPTIONS = {", "\nOPTIONS = {" + options)
 
 
@@ -67,6 +87,19 @@ def fault_in_stage(name):
         yield
 
 
+@contextlib.contextmanager
+def fault_in_inductor(name, direction):
+    original, is_faulty = getattr(GraphLowering, name), direction == "backward"
+
+    def fails(self, *arguments):
+        if self.is_backward is is_faulty and inductor_config.post_grad_custom_post_pass:
+            raise IndexError(FAULT)
+        return original(self, *arguments)
+
+    with mock.patch.object(GraphLowering, name, fails), fresh_inductor_cache():
+        yield
+
+
 class Heard(logging.Handler):
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -77,13 +110,20 @@ class Heard(logging.Handler):
 
 
 def with_fault(rank, name, faulty_ranks, text):
-    """Run the program on this rank; return its findings and the warnings about the fault."""
+    """Run the program on this rank; return its findings and the warnings about the fault.
+
+    What a fault leaves of the program is compared with plain Inductor where Inductor compiles it.
+    """
+    reference = "inductor" if BY_INDUCTOR in text else "eager"
     heard, logger = Heard(), logging.getLogger("moe_compile")
-    fault = fault_in_pass if name in PASSES else fault_in_stage
     logger.addHandler(heard)
+    if isinstance(name, tuple):
+        fault = functools.partial(fault_in_inductor, *name)
+    else:
+        fault = functools.partial(fault_in_pass if name in PASSES else fault_in_stage, name)
     try:
-        with fault(name) if rank in faulty_ranks else contextlib.nullcontext():
-            found = run(rank, text)
+        with fault() if rank in faulty_ranks else contextlib.nullcontext():
+            found = run(rank, text, reference=reference)
     finally:
         logger.removeHandler(heard)
     return found, [line for line in heard.lines if FAULT in line]
@@ -91,6 +131,7 @@ def with_fault(rank, name, faulty_ranks, text):
 
 def run_with_fault(pool, name, faulty_ranks, options=""):
     pool.regroup()
+    options = (BY_INDUCTOR if name in IN_INDUCTOR else "") + options
     return pool.run(with_fault, name, faulty_ranks, text_of(LOOPED, options))
 
 
@@ -101,9 +142,12 @@ def names_fault(texts, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*PASSES, *STAGES])
+@pytest.mark.parametrize("name", EVERYWHERE, ids=str)
 def test_a_fault_of_all_ranks_changes_no_value(two_ranks, name):
-    """It is warned of once for each graph, forward and backward."""
+    """It is warned of once for each graph, forward and backward.
+
+    With a fault of a stage the program runs as written, also where the backward alone has it.
+    """
     (first, _), (second, _) = results = run_with_fault(two_ranks, name, (0, 1))
     assert first.verdicts == second.verdicts
     for found, warned in results:
@@ -113,7 +157,7 @@ def test_a_fault_of_all_ranks_changes_no_value(two_ranks, name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [*PASSES, *STAGES])
+@pytest.mark.parametrize("name", EVERYWHERE, ids=str)
 def test_where_one_rank_has_it_all_run_the_program_as_written(two_ranks, name):
     (first, none), (second, warned) = run_with_fault(two_ranks, name, (1,))
     assert not none and warned
@@ -124,7 +168,30 @@ def test_where_one_rank_has_it_all_run_the_program_as_written(two_ranks, name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [*PASSES, *STAGES])
+@pytest.mark.parametrize("name", EVERYWHERE, ids=str)
 def test_strict_raises_it(two_ranks, name):
     for found, warned in run_with_fault(two_ranks, name, (0, 1), "'megamoe.strict': True, "):
         assert FAULT in found.compiled_error and not warned
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "is_raised"),
+    [
+        (IndexError(FAULT), {}, False),
+        (IndexError(FAULT), {"strict": True}, True),
+        (InvalidConfig(FAULT), {}, True),
+    ],
+)
+def test_inductor_wraps_errors_as_dynamo_does(error, options, is_raised):
+    """What it wraps counts: an error of Dynamo itself goes on to Dynamo."""
+
+    def fails():
+        raise InductorError(error, None)
+
+    now = state(**options)
+    if is_raised:
+        with pytest.raises(InductorError):
+            compiled_or_as_written(fails, lambda: str, now)
+    else:
+        assert compiled_or_as_written(fails, lambda: str, now) == (str, True)
+        assert now.dropped == ["compilation"]

@@ -470,17 +470,22 @@ def test_the_model_is_compiled_though_the_file_names_the_loss_alone(tmp_path):
     assert with_model_compiled(job) is job and not asks_for_megamoe(job)
 
 
-def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+def failing(error):
+    """Return a job that ends by an error of rank 1, in the place of torchrun."""
 
     def fail(command, show, settings):
-        for rank, said in enumerate(("", "Traceback:\n  File\nValueError: no data\nends\n")):
+        for rank, said in enumerate(("", f"Traceback:\n  File\n{error}\nends\n")):
             log = Path("outputs/ranks/run/attempt_0") / str(rank) / "stderr.log"
-            log.parent.mkdir(parents=True)
+            log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text(said)
         return 1
 
-    monkeypatch.setattr("moe_compile.commands.train.run", fail)
+    return fail
+
+
+def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    monkeypatch.setattr("moe_compile.commands.train.run", failing("ValueError: no data"))
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(write(tmp_path, RIGHT))]) == 1
     said = capsys.readouterr()
@@ -494,6 +499,22 @@ def test_a_run_that_fails_says_so_in_its_last_line(tmp_path, capsys, monkeypatch
     monkeypatch.setattr("moe_compile.commands.train.run", lambda *_: 130)
     assert main(["train", str(tmp_path / "job.toml")]) == 130
     assert "the job was ended by SIGINT" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_run_that_lacks_memory_names_the_keys_to_lower(tmp_path, capsys, monkeypatch):
+    """Also where the backward lacks it, whose error no code of the backend sees."""
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    monkeypatch.setattr("moe_compile.commands.train.run", failing(error))
+    monkeypatch.chdir(tmp_path)
+    job = str(write(tmp_path, RIGHT))
+    assert main(["train", job, "--megamoe.max_memory_increase", "0.1"]) == 1
+    said, ours, of_job, last = capsys.readouterr().err.splitlines()[-4:]
+    assert said == f"megamoe: rank 1: {error}"
+    assert "max_memory_increase = 0.1 lets the schedule hold that share more" in ours
+    assert "training.local_batch_size" in of_job and last.startswith("megamoe: the job failed")
+    assert main(["train", job, "--compile.backend", "inductor"]) == 1
+    assert "max_memory_increase" not in capsys.readouterr().err
 
 
 def test_a_folder_for_compiled_code_that_cannot_be_written_is_named(checked, monkeypatch):
@@ -542,7 +563,7 @@ def test_each_run_keeps_its_own_report(tmp_path, capsys, monkeypatch):
 
     def train(command, show, settings):
         log = Path("outputs/ranks") / next(runs) / "attempt_0/0/stderr.log"
-        log.parent.mkdir(parents=True)
+        log.parent.mkdir(parents=True, exist_ok=True)
         write_report()
         show(["a line\n"])
         return 0
