@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from moe_compile.codegen import compile_with_inductor, plan_of
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import load_profile
+from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from moe_compile.report.process_report import REPORT
 from passes.compress_gradients import CompressGradients
@@ -62,15 +63,6 @@ def test_a_pass_that_is_switched_off_ends_nothing():
     assert len(keys) == 1 and state.dropped == []
 
 
-def test_where_the_program_ran_already_the_pass_is_left_out_on_the_spot(monkeypatch):
-    """As when a backward graph is compiled that the first backward pass asks for."""
-    state = state_of_one_program()
-    _, hook = compiled(state)
-    monkeypatch.setattr(SaveExchanges, "run", failing)
-    hook(program().graph)
-    assert state.dropped == ["save_exchanges joint"]
-
-
 def test_errors_of_others_pass():
     with (
         mock.patch("moe_compile.codegen.compile_fx", side_effect=ZeroDivisionError),
@@ -79,21 +71,28 @@ def test_errors_of_others_pass():
         compile_with_inductor(program(), [], state_of_one_program(), {})
 
 
-FAILED = "compress_gradients forward: IndexError: tuple index out of range"
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_process_that_finds_the_program_in_a_cache_meets_the_failure_too(monkeypatch, direction):
+    """Also that of a backward: without host reads AOTAutograd compiles it as it first runs."""
 
+    def fails(self, graph, state):
+        if state.is_backward is (direction == "backward"):
+            raise IndexError("tuple index out of range")
+        return PassReport(pass_name=self.name)
 
-def test_a_process_that_finds_the_program_in_a_cache_meets_the_failure_too(monkeypatch):
-    monkeypatch.setattr(CompressGradients, "run", failing)
+    monkeypatch.setattr(CompressGradients, "run", fails)
     seen = []
     with torch.compiler.config.patch(cache_key_tag=str(uuid.uuid4())):
         for _ in range(2):
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-            before = len(REPORT.compilations)
+            before, x = len(REPORT.compilations), torch.ones(3, requires_grad=True)
             options = {"megamoe.gradient_wire": "bf16_fp32_sum"}
             ours = torch.compile(lambda x: x * 2, backend="megamoe", options=options)
-            assert torch.equal(ours(torch.ones(3)), torch.full((3,), 2.0))
+            ours(x).sum().backward()
+            assert torch.equal(x.grad, torch.full((3,), 2.0))
             (compilation,) = REPORT.compilations[before:]
-            assert compilation.dropped == [FAILED]
+            (dropped,) = compilation.dropped
+            assert dropped.startswith(f"compress_gradients {direction}: IndexError")
             seen.append(counters()["program_hit"])
     assert seen == [0, 1]
