@@ -24,6 +24,7 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
 from moe_compile.report.explanation_text import why_nothing_was_rewritten
 from moe_compile.report.page import PAGE, json_of
+from moe_compile.report.waits import print_waits, read_waits
 from torchtitan_integration.job_checks import (
     checked_ranks,
     folder_faults,
@@ -55,7 +56,7 @@ from torchtitan_integration.launch import (
     uses_cpu,
 )
 from torchtitan_integration.layout import read_layout
-from torchtitan_integration.run_output import RunOutput, drop_old, last_errors, show
+from torchtitan_integration.run_output import RunOutput, drop_old, last_errors, runs_in, show
 from torchtitan_integration.titan_keys import check_torchtitan
 
 SIGNALLED = 128
@@ -189,6 +190,8 @@ def _show_report(
 ) -> None:
     if not has_failed:
         print_report(written, verbose=verbose)
+        if ranks := [rank for run in runs_in(logs)[-1:] for rank in read_waits(run)]:
+            print_waits(written, ranks, verbose=verbose)
     what = "what was compiled before the job failed" if has_failed else "this report"
     print(f"megamoe: {what} as JSON: {report}", flush=True)  # noqa: T201  (the user's terminal)
     if not has_failed:
