@@ -42,6 +42,7 @@ from torchtitan_integration.job_file import (
 )
 from torchtitan_integration.job_folder import (
     LATEST,
+    held,
     keep_report,
     link_newest,
     linked,
@@ -132,7 +133,15 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
         _say(f"note: {note}")
     if known.dry_run:
         return _dry_run(job, ranks, known)
-    return _train(job, ranks, overrides, verbose=known.verbose)
+    folder = Path(job.read("job.dump_folder", "outputs"))
+    with held(folder) as other:
+        if other:
+            raise InvalidConfig(
+                f"{job.path}: job.dump_folder = {str(folder)!r} is in use by another run (process "
+                f"{other}): both would write the same report and checkpoints. Wait for its end, or "
+                f"write another folder: --job.dump_folder {folder}-2"
+            )
+        return _train(job, ranks, overrides, verbose=known.verbose)
 
 
 def _ranks(text: str) -> int:
