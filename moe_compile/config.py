@@ -155,6 +155,10 @@ class MegaMoEConfig:
     """The profile that time estimates use. "detect" asks NVML, and warns where the profile of
     another GPU stands in (docs/cluster.md#profiles). Others are the name of a profile (h100, h200,
     h800, h20, b200, gb200, a100, cpu, or one that a package adds) or the path of a TOML file."""
+    measure_waits: bool = False
+    """Measure how long each collective is waited for (docs/waits.md). `megamoe train` shows the
+    times beside those predicted; elsewhere `moe_compile.measured_waits()` returns them. No bit, no
+    order and no memory changes."""
     codegen: Literal["inductor", "fx"] = "inductor"
     """What runs the graph: code by Inductor, or "fx": node by node in our order, for tests."""
     strict: bool = False

@@ -41,6 +41,7 @@ from passes.fold_row_moves import FoldRowMoves
 from passes.forward_cat_split import ForwardCatSplit
 from passes.fuse_token_sums import FuseTokenSums
 from passes.lower_row_ops import LowerRowOps
+from passes.measure_waits import MeasureWaits
 from passes.merge_host_reads import MergeHostReads
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.outside import load_rewrites
@@ -125,7 +126,7 @@ POST_GRAD: Final = Level(
 )
 """Passes on the forward and the backward graph apart, before Inductor lowers them."""
 
-RECORD: Final = Level((RecordOrder(),), frozenset({Fact.FUNCTIONAL}))
+RECORD: Final = Level((RecordOrder(), MeasureWaits()), frozenset({Fact.FUNCTIONAL}))
 """Passes on the same graphs next, in whatever order their nodes are."""
 
 PIN: Final = Level(

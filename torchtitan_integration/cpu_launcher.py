@@ -187,7 +187,7 @@ def cpu_trainer() -> type[Any]:
     """Return torchtitan's trainer, its model initialised whole; call after `prepare_torch`."""
     from torchtitan.train import Trainer  # noqa: PLC0415  (after the work-arounds)
 
-    class CpuTrainer(Trainer):  # type: ignore[misc]
+    class CpuTrainer(Trainer):
         """torchtitan's trainer on CPUs; checkpoints loaded later replace the initial values."""
 
         def __init__(self, job: Any) -> None:

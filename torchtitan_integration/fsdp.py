@@ -233,4 +233,4 @@ def round_gradients(model: nn.Module) -> None:
     """Give every FSDP module of `model` the reduce-scatter of this file."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(RoundedReduceScatter())  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(RoundedReduceScatter())

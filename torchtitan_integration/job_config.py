@@ -2,8 +2,9 @@
 
 Contract
     One field per option of `moe_compile.config.MegaMoEConfig`, with its name, type and default;
-    but for `max_memory_increase`, which is tighter in a training job that knows its whole step, and
-    `equal_tokens`: torchtitan gives every rank batches of one size.
+    but for `max_memory_increase`, which is tighter in a training job that knows its whole step,
+    `equal_tokens`: torchtitan gives every rank batches of one size, and `measure_waits`, which its
+    logger shows.
     Annotations here are types, not strings: torchtitan builds its own class from them.
 """
 
@@ -24,7 +25,11 @@ from moe_compile.config import (
 )
 from torchtitan_integration.layout import BACKEND, MODEL
 
-RECIPE_DEFAULTS: Final[Mapping[str, Any]] = {"max_memory_increase": 0.05, "equal_tokens": True}
+RECIPE_DEFAULTS: Final[Mapping[str, Any]] = {
+    "max_memory_increase": 0.05,
+    "equal_tokens": True,
+    "measure_waits": True,
+}
 """Defaults of the recipe that differ from those of torch.compile."""
 
 OUTSIDE_GRAPHS: Final = ("blocks_per_graph", "gradient_wire", "node_ranks")

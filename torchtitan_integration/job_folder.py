@@ -4,10 +4,13 @@ Contract
     Asking leaves nothing behind. Permissions are not read: a file is written, since they know
     nothing of a full disk, a quota, or a file system without files.
     `ranks/latest` is the newest run, with its own copy of the report.
+    One run at a time holds the folder: two would write one report, and each other's checkpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -20,6 +23,8 @@ from torchtitan_integration.run_output import runs_in
 PROBE: Final = bytes(1 << 16)
 """Bytes of the file that is written to see whether one can be."""
 LATEST: Final = "latest"
+LOCK: Final = ".run"
+"""File that a run holds; it has the number of the run's process."""
 
 
 def why_no_file_in(folder: Path) -> str:
@@ -44,6 +49,28 @@ def why_not_written(path: Path) -> str:
     if path.exists() and not path.is_file():
         return "it is a device or a pipe; write the name of a file"
     return why_no_file_in(path.parent)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[str]:
+    """Hold a job's folder; yield the process of another run that holds it, "" where none does.
+
+    A run that was killed holds nothing. Where no file can be locked, nothing is held.
+    """
+    with contextlib.ExitStack() as stack:
+        other = ""
+        with contextlib.suppress(OSError):  # what is wrong with the folder is said elsewhere
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / LOCK).open("a+"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock.truncate(0)
+                lock.write(str(os.getpid()))
+                lock.flush()
+            except BlockingIOError:
+                lock.seek(0)
+                other = lock.read() or "unknown"
+        yield other
 
 
 def linked(lines: Iterable[str], logs: Path) -> Iterator[str]:

@@ -89,7 +89,7 @@ MASKED: Final = ("flex", "varlen")
 """Kernels of attention that are given a mask."""
 
 
-class KernelValidator(Validator):  # type: ignore[misc]
+class KernelValidator(Validator):
     """Makes masks for kernels that take one, as torchtitan's trainer does.
 
     torchtitan's validator makes them wherever a model knows how to, and its DeepSeek-V3 and Llama 4

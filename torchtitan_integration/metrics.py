@@ -5,6 +5,7 @@ Contract
     or not they log. The time this takes is counted, and logged as `megamoe/metrics_time_pct`.
 
     predicted_*   from the hardware profile, per block with experts, forward and backward together
+    waits         of collectives, ms, in the steps that are logged: `step_waits`
     measured_*    from the newest trace of torchtitan's profiler, for the whole window
     exchange_*    rows this rank sent to others, out and back, forward and backward; exchanges
                   repeated by `recompute = "recompute_exchanges"` not counted
@@ -37,9 +38,10 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.process_report import REPORT, figures
 from moe_compile.runtime.launch_records import executed_records
-from torchtitan_integration.job_config import options_of
+from torchtitan_integration.job_config import compile_options, options_of
 from torchtitan_integration.meshes import expert_mesh
 from torchtitan_integration.routing import RoutingCounter, imbalance, rows_to_others
+from torchtitan_integration.step_waits import StepWaits
 
 QUANTIZED_WAYS: Final = {"fp8": 2, "fp8_forward": 1}
 """Ways of an exchange, of forward and backward, that travel in eight bits."""
@@ -59,6 +61,8 @@ class MegaMoEMetrics(MetricsProcessor):
         self._sends_rows = options.dispatch == "all_to_all"  # else tokens, whatever the routing
         self._window = ProfileWindow(traces, dist.get_rank())
         self._routing = RoutingCounter()
+        measures = compile_options(getattr(job, "megamoe", None))["megamoe.measure_waits"]
+        self._waits = StepWaits() if measures else None
         self._ep_rank = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -69,6 +73,12 @@ class MegaMoEMetrics(MetricsProcessor):
             loss, ep = dims.get_optional_mesh("loss"), expert_mesh(dims, ["ep"])
             self._ep_rank = 0 if ep is None else ep.get_local_rank()
             self._routing.watch(self.optimizers, value, None if loss is None else loss.get_group())
+
+    def should_log(self, step: int) -> bool:
+        """Return whether torchtitan logs `step`, which is over; the next is measured if logged."""
+        if self._waits is not None:
+            self._waits.end_step(is_next_measured=super().should_log(step + 1))
+        return bool(super().should_log(step))
 
     def log(
         self,
@@ -94,16 +104,22 @@ class MegaMoEMetrics(MetricsProcessor):
         """Log as torchtitan does, which starts its clock anew: count steps from there."""
         super().log_validation(loss, step, extra_metrics)
         self._routing.take()
+        if self._waits is not None:
+            self._waits.forget()
 
     def close(self) -> None:
         """Stop counting, and log no more."""
         self._routing.close()
         self._window.close()
+        if self._waits is not None:
+            self._waits.leave()
         super().close()
 
     def _metrics(self, step_seconds: float) -> dict[str, float]:
         ours = {f"megamoe/measured_{key}": value for key, value in self._window.poll().items()}
         ours |= _predicted()
+        if self._waits is not None:
+            ours |= self._waits.metrics()
         if self._routing.rows is not None and self.parallel_dims.ep_enabled:
             ours |= self._routed(step_seconds)
         return ours

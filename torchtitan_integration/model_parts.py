@@ -270,8 +270,9 @@ def _run(experts: GptOssGroupedExperts, x: torch.Tensor, counts: torch.Tensor) -
     parameters = (first, experts.mlp1_bias, experts.mlp2_weight, experts.mlp2_bias)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     num_shards = 1
-    for place, axis in enumerate(axes):  # Dynamo follows no product of a generator
-        num_shards *= mesh.size(place) if axis in ("tp", "etp") else 1
+    if mesh is not None:
+        for place, axis in enumerate(axes):  # Dynamo follows no product of a generator
+            num_shards *= mesh.size(place) if axis in ("tp", "etp") else 1
     if not experts.use_grouped_mm:
         run = _run_experts_for_loop
     else:

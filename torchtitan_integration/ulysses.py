@@ -104,7 +104,7 @@ def apply_ulysses(blocks: Iterable[nn.Module], mesh: DeviceMesh, job: JobConfig)
             parallelize_module(block.attention.inner_attention, mesh, Ulysses())
 
 
-ALL_GATHER: Final = getattr(
+ALL_GATHER: Final[Any] = getattr(
     _functional_collectives,
     "all_gather_single_autograd",  # its name in newer torch
     getattr(_functional_collectives, "all_gather_tensor_autograd", None),

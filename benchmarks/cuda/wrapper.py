@@ -22,7 +22,9 @@ ITEMSIZE: Final = {
 }  # fmt: skip
 INTEGERS: Final = "megamoe.integers"
 """Ours; or `.tolist()`, which is written for it."""
-WAITS: Final = ("_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors")
+WAITS: Final = (
+    "_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors", "megamoe.measured_wait",
+)  # fmt: skip
 SILENT: Final = {
     "assert_alignment", "copy_if_misaligned", "get_raw_stream",
     "torch.cuda._DeviceGuard", "torch.cuda.set_device", "args.clear", "RuntimeError",

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from moe_compile.check.device_time import elapsed_s, slowest, synchronize
+from moe_compile.check.device_time import slowest, synchronize
+from moe_compile.hardware.measure import elapsed_s
 from moe_compile.testing.process_groups import rank_device
 
 EXCHANGE: Final = "all-to-all"

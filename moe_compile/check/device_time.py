@@ -8,7 +8,6 @@ Contract
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from moe_compile.hardware.measure import elapsed_s
 from moe_compile.testing.process_groups import rank_device
 
 Work = Callable[[], Any]
@@ -78,26 +78,6 @@ def synchronize(device: str) -> None:
     """Wait for all device work."""
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def elapsed_s(device: str, work: Work, head_start_cycles: int = 0) -> float:
-    """Return the seconds from before `work`'s first kernel to after its last.
-
-    With a head start the device spins before the time begins, so that a host slower at launching
-    than the device at running does not count; for work that the host does not wait within.
-    """
-    if device != "cuda":
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if head_start_cycles:
-        torch.cuda._sleep(head_start_cycles)
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 def slowest(seconds: list[float]) -> list[float]:

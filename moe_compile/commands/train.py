@@ -26,6 +26,7 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.report.explain import print_report
 from moe_compile.report.explanation_text import why_nothing_was_rewritten
 from moe_compile.report.page import PAGE, json_of
+from moe_compile.report.waits import print_waits, read_waits
 from torchtitan_integration.job_checks import (
     checked_ranks,
     folder_faults,
@@ -44,6 +45,7 @@ from torchtitan_integration.job_file import (
 )
 from torchtitan_integration.job_folder import (
     LATEST,
+    held,
     keep_report,
     link_newest,
     linked,
@@ -58,7 +60,7 @@ from torchtitan_integration.launch import (
     uses_cpu,
 )
 from torchtitan_integration.layout import read_layout
-from torchtitan_integration.run_output import RunOutput, drop_old, last_errors, show
+from torchtitan_integration.run_output import RunOutput, drop_old, last_errors, runs_in, show
 from torchtitan_integration.titan_keys import check_torchtitan
 
 OUT_OF_MEMORY = "OutOfMemoryError"
@@ -136,7 +138,15 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
         _say(f"note: {note}")
     if known.dry_run:
         return _dry_run(job, ranks, known)
-    return _train(job, ranks, overrides, verbose=known.verbose)
+    folder = Path(job.read("job.dump_folder", "outputs"))
+    with held(folder) as other:
+        if other:
+            raise InvalidConfig(
+                f"{job.path}: job.dump_folder = {str(folder)!r} is in use by another run (process "
+                f"{other}): both would write the same report and checkpoints. Wait for its end, or "
+                f"write another folder: --job.dump_folder {folder}-2"
+            )
+        return _train(job, ranks, overrides, verbose=known.verbose)
 
 
 def _ranks(text: str) -> int:
@@ -195,6 +205,8 @@ def _show_report(
 ) -> None:
     if not has_failed:
         print_report(written, verbose=verbose)
+        if ranks := [rank for run in runs_in(logs)[-1:] for rank in read_waits(run)]:
+            print_waits(written, ranks, verbose=verbose)
     what = "what was compiled before the job failed" if has_failed else "this report"
     print(f"megamoe: {what} as JSON: {report}", flush=True)  # noqa: T201  (the user's terminal)
     if not has_failed:

@@ -34,6 +34,8 @@ TORCH: Final = f"{Path(torch.__file__).parent}/"
 """Folder of torch's own files, with its end: torchtitan's begins alike."""
 NAMESPACES: Final = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 WAITS: Final = ("wait_tensor", "wait_tensors")
+WAIT_NAMES: Final = ("_c10d_functional::wait_tensor", "megamoe::measured_wait")
+"""Operators that wait for one tensor: torch's, and the one that measures it."""
 
 
 def overload_name(node: fx.Node) -> str:
@@ -62,7 +64,7 @@ def argument_of(call: fx.Node, position: int, name: str, default: Any = None) ->
 
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective; `single_waits` turns all other waits into these."""
-    return overload_name(node) == "_c10d_functional::wait_tensor"
+    return overload_name(node) in WAIT_NAMES
 
 
 def waits_on(launch: fx.Node) -> list[fx.Node]:

@@ -40,7 +40,9 @@ class Event:
     """The generated line of a product or an attention: its operands, and where the result goes."""
 
 
-COLLECTIVE: Final = re.compile(r"torch\.ops\._c10d_functional\.(\w+?)(?:\.default)?\((.*)")
+COLLECTIVE: Final = re.compile(
+    r"torch\.ops\.(?:_c10d_functional|megamoe(?=\.measured_wait))\.(\w+?)(?:\.default)?\((.*)"
+)
 MATMUL: Final = re.compile(
     r"\b(extern_kernels\.\w*mm"
     r"|torch\.ops\.(?:aten|mkldnn|mkl)\.\w*(?:mm|linear)\w*"
@@ -53,6 +55,7 @@ ATTENTION: Final = re.compile(
 )
 KERNEL: Final = re.compile(r"\b((?:cpp|triton)_\w+)(?:\.run)?\(")
 NAME: Final = re.compile(r"[A-Za-z_]\w*")
+MEASURED: Final = "measured_wait"
 STRING: Final = re.compile(r"'([^']*)'")
 DEFINITION: Final = re.compile(r"^\s*def (\w+)\(")
 BODIES: Final = ("call", "partition_")
@@ -97,8 +100,9 @@ def products_under(events: tuple[Event, ...]) -> tuple[int, ...]:
 def _event(line: str) -> list[Event]:
     if found := COLLECTIVE.search(line):
         op, arguments = found.groups()
-        if op in WAITS:
-            return [Event(EventKind.WAIT, op, names=tuple(NAME.findall(arguments)))]
+        if op in (*WAITS, MEASURED):
+            names = NAME.findall(STRING.sub("", arguments))
+            return [Event(EventKind.WAIT, op, names=tuple(names))]
         strings = STRING.findall(arguments)
         made = line.partition("=")[0].strip()
         return [Event(EventKind.LAUNCH, op, strings[-1] if strings else "", (made,))]

@@ -1,12 +1,13 @@
-"""Rates of one device by running small kernels on it; imports torch.
+"""Times of work on one device, and its rates by running small kernels on it; imports torch.
 
 Contract
-    On a GPU times are the device's, between CUDA events around work queued back to back; on a
-    processor this thread's own. Medians, after one round to warm up.
+    On a GPU times are the device's, between CUDA events around work queued back to back. Rates are
+    of medians, after one round to warm up; on a processor of this thread's own time.
 """
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 import time
@@ -101,17 +102,31 @@ def seconds_of(device: str, work: Callable[[], Any], *, head_start: bool = True)
     if device != CUDA:
         torch.set_num_threads(1)
     work()
-    return statistics.median(_once(device, work, head_start) for _ in range(REPEATS))
+    cycles = HEAD_START_CYCLES if head_start else 0
+    once = functools.partial(elapsed_s, device, work, cycles, clock=time.thread_time)
+    return statistics.median(once() for _ in range(REPEATS))
 
 
-def _once(device: str, work: Callable[[], Any], head_start: bool) -> float:
+def elapsed_s(
+    device: str,
+    work: Callable[[], Any],
+    head_start_cycles: int = 0,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the seconds of `work`: on a GPU from before its first kernel to after its last.
+
+    With a head start the device spins before the time begins, so that a host slower at launching
+    than the device at running does not count; for work that the host does not wait within. On a
+    processor the seconds are those of `clock`.
+    """
     if device != CUDA:
-        began = time.thread_time()
+        began = clock()
         work()
-        return time.thread_time() - began
+        return clock() - began
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if head_start:
-        torch.cuda._sleep(HEAD_START_CYCLES)
+    if head_start_cycles:
+        torch.cuda._sleep(head_start_cycles)
     start.record()
     work()
     end.record()

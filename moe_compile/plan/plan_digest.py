@@ -26,7 +26,9 @@ from moe_compile.graph.part_order import products
 from moe_compile.graph.query import has_gradient, is_launch
 from moe_compile.plan.state import CompileState
 
-SAYS_NOTHING: Final = frozenset({"report", "strict", "hardware", "step_peak_bytes", "routing_skew"})
+SAYS_NOTHING: Final = frozenset(
+    {"report", "strict", "hardware", "step_peak_bytes", "routing_skew", "measure_waits"}
+)
 """Options that change no launch: where and how reports are made, and the sources of prices.
 Decisions made by price are in the hash themselves."""
 

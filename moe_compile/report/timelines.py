@@ -51,6 +51,8 @@ class Run:
     step_us: float
     exposed_us: float
     peak_bytes: int
+    waits: Sequence[Sequence[Any]] = ()
+    """Launch, and how long compute stands at a wait for it; none in reports of earlier versions."""
 
     @property
     def title(self) -> str:
@@ -77,6 +79,14 @@ class Run:
         name = name.removesuffix("_into_tensor").removesuffix("_tensor")
         place = where.partition(" in ")[0]
         return f"{name} {place}" if self.kind_of(span) == ON_LINK and place else name
+
+    def waited_us(self) -> dict[str, float]:
+        """Return, by name of a collective's node, how long compute stands at the waits for it."""
+        found: dict[str, float] = {}
+        for row, us in self.waits:
+            name = self.nodes[row][0]
+            found[name] = found.get(name, 0.0) + us
+        return found
 
     def alone_us(self) -> dict[str, tuple[float, float]]:
         """Return, by name of a collective's node, its time and the part of it that it is alone."""

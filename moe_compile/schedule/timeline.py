@@ -63,7 +63,8 @@ def _run(
     problem: ScheduleProblem, liveness: Liveness, order: Sequence[int], row: Row
 ) -> dict[str, Any]:
     clock = Clock.that_keeps_spans(problem)
-    memory = list(_memory(clock, liveness, order, row))
+    waits: list[list[float]] = []
+    memory = list(_memory(clock, liveness, order, row, waits))
     spans = [
         [row(s.node), stream_name(s.stream), _us(s.start_us), _us(s.end_us - s.start_us)]
         for s in clock.spans()
@@ -75,17 +76,20 @@ def _run(
         "peak_bytes": liveness.peak_bytes(order),
         "spans": spans,
         "memory": memory,
+        "waits": waits,
     }
 
 
 def _memory(
-    clock: Clock, liveness: Liveness, order: Sequence[int], row: Row
+    clock: Clock, liveness: Liveness, order: Sequence[int], row: Row, waits: list[list[float]]
 ) -> Iterator[list[float]]:
-    """Run `order` on `clock`; yield the live bytes where they change."""
+    """Run `order` on `clock`; yield the live bytes where they change, and keep the `waits`."""
     known = 0
     for node, (during, after) in zip(order, liveness.live_bytes(order), strict=True):
         start_us = clock.now_us
         clock.run(node)
+        if (launch := clock.problem.awaits.get(node)) is not None:
+            waits.append([row(launch), _us(clock.now_us - start_us)])
         for us, live in ((start_us, during), (clock.now_us, after)):
             if live != known:
                 yield [_us(us), live, row(node)]

@@ -7,7 +7,8 @@ Contract
                   its result's bytes, the region it is of ("" for none), its verdict
         runs      name of an order -> step_us, exposed_us, peak_bytes;
                   spans: [row of the node, stream, start, length], microseconds;
-                  memory: [time, live bytes, row of the node], one where they change
+                  memory: [time, live bytes, row of the node], one where they change;
+                  waits: [row of the launch, how long compute stands at the wait, microseconds]
         uncapped_us  time of the fastest order, where memory forbids it
     Imports no torch.
 """

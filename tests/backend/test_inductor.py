@@ -45,6 +45,7 @@ OTHERS = (
     {"megamoe.chunks": 3},
     {**TWO, "megamoe.hardware": "h100"},
     {**TWO, "megamoe.disable_passes": ["save_exchanges"]},
+    {**TWO, "megamoe.measure_waits": True},
 )
 
 

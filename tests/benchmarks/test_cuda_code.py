@@ -134,6 +134,15 @@ def test_newer_torch_asserts_and_waits_in_other_words():
     assert calls[0] == calls[1]
 
 
+def test_a_measured_wait_is_a_wait():
+    wait = "_c10d_functional.wait_tensor.default(buf3)"
+    ours = FORWARD.replace(wait, "megamoe.measured_wait.default(buf3, 'a.py:3|forward|buf3')")
+    assert ours != FORWARD
+    read = [read_wrapper(code(text.format(between=""))).calls for text in (FORWARD, ours)]
+    found = [[(call.kind, call.reads, call.writes) for call in calls] for calls in read]
+    assert found[0] == found[1]
+
+
 def test_a_second_wait_for_the_same_collective_is_none():
     """Newer releases of Inductor leave it out: its order was taken for lost."""
     wait = "    torch.ops._c10d_functional.wait_tensor.default(buf3)\n"

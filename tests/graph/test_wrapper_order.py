@@ -1,5 +1,7 @@
 """Generated wrappers, in the shapes Inductor writes them, read back as events."""
 
+import re
+
 from moe_compile.graph.wrapper_order import (
     EventKind,
     event_letters,
@@ -103,3 +105,13 @@ def call(args):
 def test_a_product_runs_under_those_exchanges_that_nobody_has_waited_for():
     assert products_under(wrapper_events(TWO_IN_FLIGHT)) == (0, 1)
     assert products_under(wrapper_events(CPU)) == (2,)
+
+
+def test_a_measured_wait_is_a_wait():
+    wait = re.compile(r"_c10d_functional\.wait_tensor\.default\((buf0)\)")
+    text = wait.sub(
+        r"megamoe.measured_wait.default(\1, 'a.py:3 in buf1|forward|buf1')", TWO_IN_FLIGHT
+    )
+    assert text != TWO_IN_FLIGHT
+    assert wrapper_events(text)[2].names == wrapper_events(TWO_IN_FLIGHT)[2].names == ("buf0",)
+    assert products_under(wrapper_events(text)) == products_under(wrapper_events(TWO_IN_FLIGHT))

@@ -575,6 +575,27 @@ def test_each_run_keeps_its_own_report(tmp_path, capsys, monkeypatch):
         assert Path("outputs/ranks", name, "report.json").is_file()
 
 
+def test_a_second_run_in_the_folder_of_one_under_way_is_refused(tmp_path, capsys, monkeypatch):
+    """Both wrote one report, and each showed what the other had written last."""
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    monkeypatch.chdir(tmp_path)
+    job, elsewhere = str(write(tmp_path, RIGHT)), ["--job.dump_folder", "outputs-2"]
+    seconds = iter(([], elsewhere))
+
+    def train(command, show, settings):
+        if (flags := next(seconds, None)) is not None:
+            statuses.append(main(["train", job, *flags]))
+        return 0
+
+    for flags in ([], elsewhere):
+        statuses = []
+        monkeypatch.setattr("moe_compile.commands.train.run", train)
+        assert main(["train", job]) == 0
+        said = f"'outputs' is in use by another run (process {os.getpid()})"
+        assert statuses == [0 if flags else 2]
+        assert (said in capsys.readouterr().err) is not bool(flags)
+
+
 def test_a_run_without_megamoe_says_so_in_its_last_line(tmp_path, capsys, monkeypatch):
     """Jobs trained to their end without a word."""
     pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")

@@ -21,8 +21,11 @@ KEYS = {
     "megamoe/recompiles",
     "megamoe/metrics_time_pct",
 }
+WAITS = {"megamoe/measured_waits_ms_per_step", "megamoe/predicted_waits_ms_per_step"}
 TOKENS, DIM = 2 * 64, 64
 """Of a rank's batch, and of a token, in the small jobs of these tests."""
+LAYERS_WITH_EXPERTS = 1
+"""The first of two is dense."""
 
 
 def logged(folder, below="tb/*"):
@@ -47,6 +50,27 @@ def test_every_logged_step_has_every_metric(plain_job):
         assert all(value >= (1.0 if "max_over_mean" in key else 0.0) for value in values[key])
     assert_about_half_leave(values, tokens=TOKENS, dim=DIM)
     assert all(0.0 < share < 100.0 for share in values["megamoe/metrics_time_pct"])
+
+
+def test_every_logged_step_but_the_first_has_its_waits(plain_job):
+    """The first one compiles."""
+    values = logged(plain_job.folder)
+    each = {key for key in values if key.startswith("megamoe/waits/")}
+    assert {len(values[key]) for key in {*WAITS, *each}} == {STEPS - 1}
+    graphs = {tuple(key.split("/")[2:4]) for key in each}
+    assert sorted(phase for _, phase in graphs) == ["backward", "forward"]
+    for step, total in enumerate(values["megamoe/measured_waits_ms_per_step"]):
+        of_each = sum(values[key][step] for key in each)
+        assert total == pytest.approx(LAYERS_WITH_EXPERTS * of_each, rel=1e-4) and total > 0.0
+
+
+@pytest.mark.slow
+def test_a_job_that_measures_no_waits_logs_none(two_ranks, tmp_path):
+    train(
+        two_ranks, 2, tmp_path, LOGGED, OURS, {"training.steps": 2, "megamoe.measure_waits": False}
+    )
+    values = logged(tmp_path)
+    assert set(values) >= KEYS and not [key for key in values if "waits" in key]
 
 
 @pytest.mark.slow

@@ -131,6 +131,8 @@ def test_times_and_peaks_of_a_timeline_are_those_of_the_report(explanation):
             assert max(live for _, live, _ in run.memory) == run.peak_bytes
             ends = max(start + length for _, _, start, length in run.spans)
             assert ends == pytest.approx(run.step_us, abs=0.03)
+            stood = run.exposed_us - graph.get("host_us", 0.0)  # nothing slows the other on a CPU
+            assert sum(run.waited_us().values()) == pytest.approx(stood, abs=0.1)
             for stream in run.streams():
                 spans = sorted(s[2:] for s in run.spans if s[1] == stream)
                 assert all(a + b <= c + 0.03 for (a, b), (c, _) in itertools.pairwise(spans))

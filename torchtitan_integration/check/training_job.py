@@ -171,7 +171,7 @@ def cut(spec: TrainSpec, flavor: str, layers: int) -> None:
 def _with_losses(trainer_class: type[Any], losses: list[torch.Tensor]) -> type[Any]:
     """Return a trainer that adds each microbatch's loss on this rank to `losses`."""
 
-    class Watched(trainer_class):  # type: ignore[misc]
+    class Watched(trainer_class):
         def forward_backward_step(self, **given: Any) -> torch.Tensor:
             loss: torch.Tensor = super().forward_backward_step(**given)
             losses.append(loss.detach().clone())

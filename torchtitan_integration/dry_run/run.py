@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_compile.errors import InvalidConfig
-from moe_compile.report.compilations import RegionReport
 from moe_compile.report.page import json_of, write_whole
 from moe_compile.report.process_report import report_of
+from moe_compile.report.region_reports import RegionReport
 from moe_compile.simulator.cluster_tables import new_console
 from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, trace_layers
 from torchtitan_integration.dry_run.memory import (
