@@ -18,6 +18,7 @@ from moe_compile.check.better import check_better
 from moe_compile.check.culprit import check_and_search, check_culprit
 from moe_compile.check.faster import check_faster
 from moe_compile.check.forms import keep_many_programs
+from moe_compile.check.hardware import check_hardware
 from moe_compile.check.one_rank import read_rank_arguments, run_section, team_of
 from moe_compile.check.parent import end_with_parent
 from moe_compile.check.ranks import OF_AGENT
@@ -30,6 +31,7 @@ SECTIONS: Final[Mapping[str, Callable[[Team, Any, argparse.Namespace], None]]] =
     "same": lambda team, job, asked: check_and_search(Trials(team, job, job.config, asked.steps)),
     "faster": lambda team, job, asked: check_faster(team, job, job.config, asked.rounds),
     "better": lambda team, job, _: check_better(team, job, job.config),
+    "hardware": lambda team, job, _: check_hardware(team, job.config),
     "culprit": lambda team, job, asked: _culprit(
         Trials(team, job, job.config, asked.steps, asked.form_s), asked
     ),

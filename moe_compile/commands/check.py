@@ -28,7 +28,7 @@ from torchtitan_integration.check.toml_table import with_options
 from torchtitan_integration.launch import allow_open_files, num_gpus, settings_on_gpus
 from torchtitan_integration.layout import BACKEND
 
-SECTIONS: Final = {"same": 1.0, "faster": 1.0, "better": 2.0}
+SECTIONS: Final = {"same": 1.0, "faster": 1.0, "better": 2.0, "hardware": 0.5}
 """Sections, and their shares of the time."""
 GENERATING: Final = ("faster", "better")
 """Sections that time generated code."""
@@ -50,8 +50,8 @@ def add_check(commands: Any) -> None:
         "as written, by Inductor, by megamoe, and by megamoe without each thing that it does. "
         "same: what steps leave, bit for bit or by its distance from float64. faster: the time of "
         "steps in turn, beside Inductor's best. better, on request: other options raced for the "
-        "fastest. With fewer GPUs than ranks all runs on the CPU, "
-        "where times say nothing of a cluster.",
+        "fastest. hardware: rates of the device and of links, as a profile. With fewer GPUs than "
+        "ranks all runs on the CPU, where times say nothing of a cluster.",
         epilog="Flags of torchtitan follow the file and win over it, as for megamoe train. With "
         "--megamoe.codegen fx nothing is generated: minutes become seconds, and only same is "
         "checked. Started by torchrun, each process is one rank.",
