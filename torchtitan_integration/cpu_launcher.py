@@ -33,7 +33,7 @@ import os
 import resource
 import sys
 import types
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch._utils
@@ -42,10 +42,8 @@ import torch.nn.attention.flex_attention as flex
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend
 
+from moe_compile.check.model_state import plain_name
 from moe_compile.torch_quirks.python311_frames import with_frame_space
-
-WRAPPERS: Final = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Parts that activation checkpointing and `torch.compile` add to a parameter's name."""
 
 
 class CpuDevice(types.ModuleType):
@@ -221,9 +219,7 @@ def _copy_shards(whole: torch.nn.Module, parts: list[torch.nn.Module]) -> None:
     values = dict(whole.named_parameters(remove_duplicate=False))
     for part in parts:
         for name, parameter in part.named_parameters():
-            for wrapper in WRAPPERS:
-                name = name.replace(wrapper, "")
-            value, own = values[name].detach(), parameter.detach()
+            value, own = values[plain_name(name)].detach(), parameter.detach()
             if isinstance(own, DTensor):
                 mesh, placements = own.device_mesh, own.placements
                 value = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()

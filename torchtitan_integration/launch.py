@@ -22,7 +22,7 @@ from typing import Final
 
 import pynvml
 
-from torchtitan_integration.rank import with_parent
+from moe_compile.check.parent import with_parent
 
 RANK: Final = "torchtitan_integration.rank"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -13,10 +13,11 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 
-from benchmarks.node.measured_profile import write_profile
+from benchmarks.node.beside import of_own_budget
 from benchmarks.node.sizes import PROMISED_S, SIZES
 from benchmarks.node.summary import print_summary
 from moe_compile.check.machine import describe_gpu_machine
+from moe_compile.check.measured_profile import write_profile
 from moe_compile.check.ranks import Ranks
 from moe_compile.check.sections import passed_before, read_arguments, read_section, run_sections
 from moe_compile.hardware.detect import NO_GPU, detected_profile
@@ -69,7 +70,10 @@ def _profile(device: str, out: Path, machine: Mapping[str, Any]) -> str:
     sections = {name: read_section(out, name) for name in ("links", "beside")}
     start = detected_profile() if device == "cuda" else NO_GPU
     try:
-        path = write_profile(out, start, machine, sections)
+        rows, beside = sections["links"].get("rows", []), of_own_budget(sections["beside"])
+        if not rows:
+            raise LookupError("section links")
+        path = write_profile(out, start, machine, rows, beside=beside)
     except LookupError as error:
         return f"no profile is written: {error.args[0]} has no result"
     return f"{path}: links as measured; megamoe calibrate OUT --start {path} adds this device"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -23,9 +23,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from benchmarks.node.collectives import EXCHANGE, launcher
 from benchmarks.node.sizes import Sizes
 from benchmarks.node.together import Pair, Work, together
+from moe_compile.check.collectives import EXCHANGE, launcher
 from moe_compile.check.device_time import slowest
 from moe_compile.check.paired import ratio
 from moe_compile.check.sections import Record, say
@@ -160,3 +160,11 @@ def judge_shares(
     record.add_row(row)
     told = ", ".join(f"{name} {row[name]:.2f}" for name in shares)
     say(f"beside: {what}: {told}")
+
+
+def of_own_budget(section: Mapping[str, Any]) -> dict[str, float]:
+    """Return the two numbers with the backend's own CTAs, of grouped products: what experts are."""
+    for row in section.get("rows", []):
+        if (row["product"], row["budget"]) == (PRODUCTS[-1], said_of(OWN)):
+            return {name: max(row[name], 0.0) for name in ("contention", "overlap_slowdown")}
+    raise LookupError("section beside")

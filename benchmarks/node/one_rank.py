@@ -16,25 +16,22 @@ from typing import Final
 
 from benchmarks.node.beside import check_beside
 from benchmarks.node.hidden import check_hidden
-from benchmarks.node.links import check_links
 from benchmarks.node.recipes import check_recipes
 from benchmarks.node.sizes import SIZES, Sizes
 from moe_compile.check.bits import check_bits
+from moe_compile.check.links import check_links, node_ranks
 from moe_compile.check.one_rank import read_rank_arguments, run_section, team_of
 from moe_compile.check.team import Team
 
 SECTIONS: Final[Mapping[str, Callable[[Team, Sizes, Path], None]]] = {
     "beside": lambda team, sizes, _: check_beside(team, sizes),
-    "links": lambda team, sizes, _: check_links(team, sizes, node_ranks(team.num_ranks)),
+    "links": lambda team, sizes, _: check_links(
+        team, sizes.message_bytes, sizes.repeats, node_ranks(team.num_ranks)
+    ),
     "hidden": check_hidden,
     "bits": lambda team, sizes, _: check_bits(team, sizes.programs),
     "recipes": check_recipes,
 }
-
-
-def node_ranks(num_ranks: int) -> int:
-    """Return how many ranks share a machine: torchrun says so, by itself all do."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.node.beside import OWN, said_of
-from benchmarks.node.links import link_of
+from moe_compile.check.links import link_of
 from moe_compile.check.tables import (
     Look,
     Section,

@@ -1,9 +1,10 @@
-"""Section `better`: other ways for megamoe to run a job, raced for the fastest of them.
+"""Section `better`: the ways to run a job that the planner ranks, raced for the fastest of them.
 
 Contract
-    Ways are those that the job's `numerics` allows: what the planner chooses ("auto"), numbers of
-    chunks, groups of heads; chunks of tokens and parts of the batch where it is "bounded"; rows in
-    eight bits where it is "lossy". Ways by which megamoe does the same are raced once.
+    Ways are the planner's candidates (`candidates`), as the job's `numerics` allows. Each is
+    compiled node by node first, which generates no code: so its step is predicted as the schedule
+    has it. The fastest by prediction are raced beside the job as asked. Ways by which megamoe does
+    the same are raced once.
     Successive halving (Karnin, Koren, Somekh 2013, algorithm 1): all run a few rounds in turn, the
     slower half leaves, the others run twice as many. The job as asked stays to the end: what is
     told is the ratio to it, with its interval. No result is a failure.
@@ -15,11 +16,12 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from moe_compile.check.faster import Faster
+from moe_compile.check.candidates import found_in, freed, ways
+from moe_compile.check.faster import Faster, plan_of
 from moe_compile.check.forms import AS_ASKED, OURS, Form
 from moe_compile.check.paired import ratio
 from moe_compile.check.sections import Record, say
@@ -27,46 +29,92 @@ from moe_compile.check.steps import Steps
 from moe_compile.check.team import Team
 from moe_compile.config import PREFIX, MegaMoEConfig
 
-EXACT: Final[Sequence[Mapping[str, Any]]] = (
-    {"chunks": "auto"},
-    *({"chunks": number} for number in (1, 2, 4, 8)),
-    {"chunks": 4, "chunk_edges": "load"},
-    {"attention_chunks": 2},
-)
-BOUNDED: Final[Sequence[Mapping[str, Any]]] = (
-    *({"chunks": number, "chunk_by": "tokens"} for number in (2, 4)),
-    {"batch_parts": 2},
-)
-LOSSY: Final[Sequence[Mapping[str, Any]]] = ({"dispatch_wire": "fp8", "combine_wire": "fp8"},)
-"""Ways by the least `numerics` that allows them, over the job's own options."""
+RACED: Final = 8
+"""Ways that are compiled and raced at most, the fastest by prediction."""
 FIRST_ROUNDS: Final = 3
 """Rounds in which all run; each later race has twice as many."""
 ROUNDS: Final = 24
 """Rounds of the last race, of one way and the job as asked."""
 SLACK: Final = 1.5
 """Times the longest first step so far that must be left for another way."""
+PLANNED: Final = "what the planner ranks"
 
 
-def ways(config: MegaMoEConfig) -> dict[str, Form]:
-    """Return the ways to try beside the job as asked, by name."""
-    allowed = [*EXACT]
-    allowed += BOUNDED if config.allows("bounded") else ()
-    allowed += LOSSY if config.allows("lossy") else ()
-    found = {}
-    for options in allowed:
-        if all(getattr(config, name) == value for name, value in options.items()):
-            continue  # as asked
-        name = ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
-        given = {PREFIX + option: value for option, value in options.items()}
-        found[name] = Form(name=name, backend=OURS, options=given)
-    return found
+class Predictor(Protocol):
+    """What the list of ways to race is made by."""
+
+    def candidates(self) -> dict[str, Any]:
+        """Return what the planner ranks on this rank (`candidates.found_in`)."""
+
+    def of(self, form: Form) -> dict[str, Any]:
+        """Return a way's predicted time as `us`, and its `plan`."""
 
 
-def is_possible(form: Form, experts: int) -> bool:
-    """Return whether a form's number of chunks, if it has one, is not above the experts'."""
-    chunks = form.options.get(PREFIX + "chunks", 1)
-    by_tokens = form.options.get(PREFIX + "chunk_by") == "tokens"
-    return by_tokens or not isinstance(chunks, int) or chunks <= experts
+class Racers(Protocol):
+    """What a race asks of the program whose steps are timed."""
+
+    def compile(self, form: Form) -> dict[str, Any]:
+        """Take a form's first steps; return `first_s` and its `plan`."""
+
+    def in_turn(self, rounds: int, only: Sequence[str] = ()) -> dict[str, list[float]]:
+        """Return the seconds of a step of each form in each round, of the slowest rank."""
+
+
+def form_of(options: Mapping[str, Any]) -> Form:
+    """Return the form of a job with these options over its own, named as a TOML table has them."""
+    name = ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
+    given = {PREFIX + option: value for option, value in options.items()}
+    return Form(name=name or AS_ASKED.name, backend=OURS, options=given)
+
+
+class Prediction:
+    """What each way takes by prediction, and what megamoe does in it: node by node, on one rank."""
+
+    def __init__(self, job: Steps, config: MegaMoEConfig) -> None:
+        """Predict steps of `job`, whose options are `config`."""
+        self._job, self._config = job, config
+
+    def candidates(self) -> dict[str, Any]:
+        """Return what the planner ranks on this rank."""
+        return found_in(self._report(form_of(freed(self._config))))
+
+    def of(self, form: Form) -> dict[str, Any]:
+        """Return the predicted time of the graphs of a step, each once, and the plan."""
+        report = self._report(form)
+        return {"us": predicted_us(report), "plan": plan_of(report)}
+
+    def _report(self, form: Form) -> dict[str, Any]:
+        options = {**form.options, PREFIX + "codegen": "fx"}
+        by_node = form if self._config.codegen == "fx" else replace(form, options=options)
+        self._job.restore()
+        with self._job.forms.using(by_node):
+            self._job.step()
+        return self._job.forms.report(by_node)
+
+
+def predicted_us(report: Mapping[str, Any]) -> float:
+    """Return the predicted time of all graphs in which exchanges are scheduled, microseconds."""
+    measures = (one.get("measures", {}) for one in report["passes"])
+    return float(sum(one.get("step_us", 0.0) for one in measures))
+
+
+def judge_prediction(name: str, record: Record, found: list[dict[str, Any]]) -> None:
+    """Keep a way's predicted time, of the slowest rank; one that does what another does leaves."""
+    known: dict[str, Any] = record.data.get("predicted", {})
+    plan = json.dumps([one["plan"] for one in found])
+    alike = next((other for other, one in known.items() if one["plan"] == plan), "")
+    if alike:
+        record.skip(name, f"does what is done by: {alike}")
+        return
+    us = max(one["us"] for one in found)
+    record.put(predicted={**known, name: {"us": us, "plan": plan}})
+    say(f"better: {name}: predicted {us / 1e3:.2f} ms")
+
+
+def by_prediction(predicted: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the names of the ways to race: the job as asked, then the fastest by prediction."""
+    others = [name for name in predicted if name != AS_ASKED.name]
+    return [AS_ASKED.name, *sorted(others, key=lambda name: predicted[name]["us"])[:RACED]]
 
 
 class Race:
@@ -77,13 +125,10 @@ class Race:
         self.plans: dict[str, str] = {}
         """What megamoe does in each way that is raced."""
         self.longest_s = 0.0
-        self.experts = 0
-        """The most experts that a rank has of a layer: more chunks of experts there are not."""
 
     def judge_first(self, form: Form, record: Record, found: list[dict[str, Any]]) -> None:
         """Take a way into the race, unless another does the same."""
         self.longest_s = max(self.longest_s, *(one["first_s"] for one in found))
-        self.experts = max(self.experts, *(one["experts"] for one in found))
         plan = json.dumps([one["plan"] for one in found])
         alike = next((name for name, other in self.plans.items() if other == plan), "")
         if alike:
@@ -119,36 +164,57 @@ class Race:
 
 def check_better(team: Team, job: Steps, config: MegaMoEConfig) -> None:
     """Run the section."""
-    faster, race, forms = Faster(job, config), Race(), ways(config)
+    forms = predict(team, Prediction(job, config), config)
+    race(team, Faster(job, config), forms)
 
-    def start(form: Form) -> None:
-        work, judge = partial(faster.compile, form), partial(race.judge_first, form)
-        team.run(form.name, work, judge, needs_s=SLACK * race.longest_s)
 
-    start(AS_ASKED)
-    experts = int(team.tell("experts", str(race.experts) if team.is_first else None))
+def predict(team: Team, prediction: Predictor, config: MegaMoEConfig) -> list[Form]:
+    """Return the ways to race, the job as asked first, then by predicted time; alike on ranks."""
+    team.run(
+        PLANNED,
+        prediction.candidates,
+        lambda record, found: record.put(ways=ways(found, config)),
+    )
+    record = team.record
+    told = team.tell("ways", None if record is None else json.dumps(record.data.get("ways", [])))
+    forms = {form.name: form for form in (AS_ASKED, *map(form_of, json.loads(told)))}
     for form in forms.values():
-        if is_possible(form, experts):
-            start(form)
+        judge = partial(judge_prediction, form.name)
+        team.run(f"prediction of {form.name}", partial(prediction.of, form), judge)
+    names = None if record is None else by_prediction(record.data.get("predicted", {}))
+    raced = json.loads(team.tell("raced", None if names is None else json.dumps(names)))
+    return [forms[name] for name in raced]
+
+
+def race(team: Team, racers: Racers, forms: Sequence[Form]) -> None:
+    """Race `forms`, the first of which is the job as asked, and record the winner."""
+    told = Race()
+    for form in forms:
+        team.run(
+            form.name,
+            partial(racers.compile, form),
+            partial(told.judge_first, form),
+            needs_s=SLACK * told.longest_s,
+        )
     rounds = FIRST_ROUNDS
-    while len(names := _told(team, race, rounds)) > 1:
+    while len(names := _told(team, told, rounds)) > 1:
         is_last = len(names) == 2
         rounds = ROUNDS if is_last else rounds
         team.run(
             f"{len(names)} ways, {rounds} rounds",
-            partial(faster.in_turn, rounds, names),
-            partial(race.judge_rounds, rounds),
+            partial(racers.in_turn, rounds, names),
+            partial(told.judge_rounds, rounds),
         )
         if is_last:
             break
         rounds *= 2
     if team.record is not None:
-        team.record.put(**result(team.record.data["rows"], forms))
+        team.record.put(**result(team.record.data["rows"], {form.name: form for form in forms[1:]}))
 
 
-def _told(team: Team, race: Race, rounds: int) -> list[str]:
+def _told(team: Team, told: Race, rounds: int) -> list[str]:
     """Return who runs next, as rank 0 says."""
-    said = "\n".join(race.plans) if team.is_first else None
+    said = "\n".join(told.plans) if team.is_first else None
     return team.tell(f"race of {rounds}", said).split("\n")
 
 

@@ -66,7 +66,6 @@ class Faster:
             "nothing": why_nothing_was_rewritten(report),
             "without": names_without(self._config, report),
             "plan": plan_of(report),
-            "experts": max((one["num_local_experts"] for one in report["regions"]), default=0),
         }
 
     def in_turn(self, rounds: int, only: Sequence[str] = ()) -> dict[str, list[float]]:
@@ -102,7 +101,7 @@ def plan_of(report: Mapping[str, Any]) -> list[Any]:
         [*(one[name] for name in PLANNED), by_tokens in one["remarks"]] for one in report["regions"]
     ]
     attention = [one["num_chunks"] for one in report["attention"]]
-    parts = [p["applied"] for p in report["passes"] if p["pass"] == "split_batch"]
+    parts = [p.get("applied") for p in report["passes"] if p["pass"] == "split_batch"]
     return [regions, attention, [one for one in parts if one]]
 
 

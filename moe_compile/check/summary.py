@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_compile.check.culprit import sentences
+from moe_compile.check.forms import AS_ASKED
+from moe_compile.check.hardware import said_of_links
 from moe_compile.check.machine import describe_gpu_machine
 from moe_compile.check.ranks import Ranks
 from moe_compile.check.sections import passed_before, read_section, run_sections
@@ -122,7 +124,10 @@ def _says_better(section: Section) -> str:
     if "won" not in section:
         return "no other way was raced"
     won = f"{_table(section['won'])} takes {_ratio(section)} of the job as asked"
-    return won if section["is_faster"] else f"the job as asked stays; {won}"
+    if not section["is_faster"]:
+        return f"the job as asked stays; {won}"
+    table = "".join(f"\n  {name} = {json.dumps(v)}" for name, v in section["won"].items())
+    return f"{won}\n  [megamoe]{table}"
 
 
 def _table(options: Mapping[str, Any]) -> str:
@@ -159,17 +164,57 @@ def _faster(section: Section) -> Table:
 
 
 def _better(section: Section) -> Table:
-    table = new_table("Ways raced, ms", "way", "rounds", "step", "over as asked", "")
-    for row in section["rows"]:
+    """Each way once, by what it was found to take in its longest race."""
+    table = new_table(
+        "Ways raced, ms", "way", "rounds", "step", "over as asked", "place", "predicted place"
+    )
+    rows = {row["form"]: row for row in section["rows"]}  # the last of each
+    found = sorted(rows.values(), key=lambda row: (-row["rounds"], row["step_s"]))
+    by_time = sorted(rows, key=lambda name: rows[name]["ratio"]["median"])
+    predicted = {n: one["us"] for n, one in section.get("predicted", {}).items() if n in rows}
+    by_prediction = sorted(predicted, key=lambda name: predicted[name])
+    for row in found:
+        name = row["form"]
         table.add_row(
-            row["form"],
+            name,
             str(row["rounds"]),
             f"{1e3 * row['step_s']:.1f}",
             _ratio(row),
-            "" if row["goes_on"] else "leaves",
+            str(by_time.index(name) + 1),
+            _predicted(name, by_prediction, predicted),
         )
     return table
 
 
-SAYS: Final = {"same": _says_same, "faster": _says_faster, "better": _says_better}
-TABLES: Final = {"same": _same, "faster": _faster, "better": _better}
+def _predicted(name: str, order: list[str], us: Mapping[str, float]) -> str:
+    """Return a way's place by prediction, and its time over that of the job as asked."""
+    if name not in us:
+        return ""
+    own = us.get(AS_ASKED.name, 0.0)
+    return f"{order.index(name) + 1}" + (f" ({us[name] / own:.3f})" if own else "")
+
+
+def _says_hardware(section: Section) -> str:
+    links = ", ".join(said_of_links(section["rows"])) or "one rank has no link"
+    return f'{links}; to plan by what was measured: megamoe.hardware = "{section["profile"]}"'
+
+
+def _hardware(section: Section) -> Table:
+    table = new_table("Measured on this machine", "what", "bytes", "found")
+    for row in section["rows"]:
+        if "collective" in row:
+            name = f"{row['collective']}, {row['ranks']} ranks"
+            found = f"{row['us']:.4g} us, {row['gb_per_s']:.3g} GB/s"
+            table.add_row(name, str(row["bytes"]), found)
+        elif isinstance(row["value"], float):
+            table.add_row(row["rate"], "", f"{row['value']:g}")
+    return table
+
+
+SAYS: Final = {
+    "same": _says_same,
+    "faster": _says_faster,
+    "better": _says_better,
+    "hardware": _says_hardware,
+}
+TABLES: Final = {"same": _same, "faster": _faster, "better": _better, "hardware": _hardware}

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from moe_compile.commands.check import Started, add_job_arguments, checked_job, run_on_ranks
+from moe_compile.commands.check import Started, add_job_arguments, run_on_ranks
+from moe_compile.commands.checked_job import checked_job
 from moe_compile.errors import InvalidConfig
 
 NAME: Final = "bisect"
@@ -37,7 +38,7 @@ def add_bisect(commands: Any) -> None:
         "       megamoe bisect [--out FOLDER] [--form-s S] -- COMMAND ...",
         allow_abbrev=False,
     )
-    bisect.add_argument("config", metavar="CONFIG", nargs="?", help="as for megamoe train")
+    bisect.add_argument("config", metavar="CONFIG", nargs="?", help="as for megamoe check")
     add_job_arguments(bisect, folder=NAME)
     bisect.add_argument(
         "--slow",
@@ -73,8 +74,8 @@ def bisect(known: argparse.Namespace, overrides: list[str], command: list[str]) 
         out = (known.out or Path(NAME)).resolve()
         run: Any = importlib.import_module("moe_compile.check.bisection")  # imports torch
         return int(run.bisect_command(command, out, known.form_s))
-    job, ranks = checked_job(known, overrides)
-    if known.slow and job.read("megamoe.codegen", "inductor") == "fx":
+    job = checked_job(known, overrides)
+    if known.slow and not job.generates:
         raise InvalidConfig(
             'bisect --slow: megamoe.codegen is "fx", which generates no code to be timed; leave '
             "one of the two out"
@@ -85,4 +86,4 @@ def bisect(known: argparse.Namespace, overrides: list[str], command: list[str]) 
         return int(run.bisect_job(started.team, started.out, started.head, known.budget_s))
 
     words = [f"--form-s={known.form_s}", *(["--slow"] if known.slow else [])]
-    return run_on_ranks(job, ranks, known, words, search, folder=NAME)
+    return run_on_ranks(job, known, words, search, folder=NAME)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import tomllib
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -22,13 +21,9 @@ from moe_compile.hardware.sourced_file import dump_sourced, put_number
 from moe_compile.simulator.cluster_tables import new_console
 from torchtitan_integration.job_folder import why_not_written
 
-ROWS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Rows per expert at which curves are measured."""
-DIGITS: Final = 4
-"""Significant digits that are written; medians repeat to two or three."""
 LINKS: Final = (
-    "One device shows no link; on several GPUs `python -m benchmarks.node --out FOLDER`, in a "
-    "checkout, measures links and writes FOLDER/measured.toml: start from it by --start."
+    "One device shows no link: `megamoe check` of a job measures the links between its ranks too, "
+    "and writes FOLDER/measured.toml."
 )
 DEVICES: Final = ("auto", "cuda", "cpu")
 
@@ -72,38 +67,10 @@ def calibrate(known: argparse.Namespace) -> int:
     day = datetime.now(UTC).date()
     origin = f"measured: {day} on {chip}, torch {torch.__version__}, median of {measure.REPEATS}"
     table["name"] = known.out.stem
-    for path, value in _measured(measure, device, table).items():
+    for path, value in measure.measured_rates(device, table).items():
         put_number(table, path, value, origin)
     known.out.parent.mkdir(parents=True, exist_ok=True)
     known.out.write_text(dump_sourced(table))
     load_profile(str(known.out))
     new_console().print(f"{known.out}: measured on {chip}, links from profile {start}. {LINKS}")
     return 0
-
-
-def _measured(measure: Any, device: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the measured values by dotted path in the profile."""
-    memory = measure.memory_gb_per_s(device)
-    found: dict[str, Any] = {
-        "matmul_tflops": _short(measure.matmul_tflops(device)),
-        "memory_gb_per_s": _short(memory),
-        "op_overhead_us": _short(measure.op_overhead_us(device)),
-    }
-    if "compute" not in table:
-        return found
-    compute = table["compute"]
-    peak = compute["bf16_tflops"]["value"]
-    long = measure.GROUPED_WIDTH[device] / (
-        measure.GROUPED_WIDTH[device] + compute["half_reduction"]["value"]
-    )
-    found["memory.share"] = _short(min(memory / table["memory"]["gb_per_s"]["value"], 1.0))
-    found["compute.gemm_share"] = _short(min(found["matmul_tflops"] / peak, 1.0))
-    for name, is_gradient in (("grouped_forward", False), ("grouped_weight_gradient", True)):
-        shares = measure.grouped_shares(device, ROWS, peak, is_gradient=is_gradient)
-        scale = 1.0 if is_gradient else long  # the model counts the reduction apart
-        found[f"compute.{name}"] = [[n, _short(min(s / scale, 1.0))] for n, s in shares]
-    return found
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")

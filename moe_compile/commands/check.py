@@ -1,7 +1,7 @@
 """`megamoe check`: steps of a job in several forms, and what of them is the same, and faster.
 
 Contract
-    Faults of the job are reported before a process starts, as by `megamoe train`.
+    Faults of the job are reported before a process starts.
     The exit status is 0 only when every section asked for ran and nothing in it failed.
     The same command again goes on: what passed on this machine, torch, sources and job stays.
     Each process of a torchrun job is one rank; by itself the command starts all ranks.
@@ -21,26 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from moe_compile.commands.checked_job import CheckedJob, checked_job
 from moe_compile.config import ENVIRONMENT_PREFIX
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.check.toml_table import with_options
-from torchtitan_integration.job_checks import checked_ranks, not_compiled, notes_on
-from torchtitan_integration.job_file import FOLDER, JobFile, find_job, read_job, uses_megamoe
 from torchtitan_integration.launch import allow_open_files, num_gpus, settings_on_gpus
 from torchtitan_integration.layout import BACKEND
-from torchtitan_integration.titan_keys import check_torchtitan
 
-SECTIONS: Final = {"same": 1.0, "faster": 1.0, "better": 2.0}
+SECTIONS: Final = {"same": 1.0, "faster": 1.0, "better": 2.0, "hardware": 0.5}
 """Sections, and their shares of the time."""
 GENERATING: Final = ("faster", "better")
 """Sections that time generated code."""
 ON_REQUEST: Final = "better"
 INTERRUPTED: Final = 130
 """The exit status of a shell's command that an interrupt ended."""
-OUTSIDE: Final = {"gradient_wire": "same", "blocks_per_graph": "1"}
-"""Options that act outside of compiled blocks, alike in every form, and their defaults."""
 BUDGET_S: Final = 3600.0
-ONE_RANK: Final = "torchtitan_integration.check.one_rank"
+WITHOUT_GPUS: Final = {"CUDA_VISIBLE_DEVICES": ""}
+"""For ranks that run on the CPU of a machine with GPUs: a program takes what it sees."""
 
 
 def add_check(commands: Any) -> None:
@@ -48,12 +45,13 @@ def add_check(commands: Any) -> None:
     check = commands.add_parser(
         "check",
         help="prove on this machine that a job's results stay, and how much faster it is",
-        description="Train a few steps of a torchtitan job from one start, over the same batches: "
+        description="Train a few steps of a torchtitan job, or the step that a function of your "
+        "own script returns (docs/check.md), from one start, over the same batches: "
         "as written, by Inductor, by megamoe, and by megamoe without each thing that it does. "
         "same: what steps leave, bit for bit or by its distance from float64. faster: the time of "
         "steps in turn, beside Inductor's best. better, on request: other options raced for the "
-        "fastest. With fewer GPUs than ranks all runs on the CPU, "
-        "where times say nothing of a cluster.",
+        "fastest. hardware: rates of the device and of links, as a profile. With fewer GPUs than "
+        "ranks all runs on the CPU, where times say nothing of a cluster.",
         epilog="Flags of torchtitan follow the file and win over it, as for megamoe train. With "
         "--megamoe.codegen fx nothing is generated: minutes become seconds, and only same is "
         "checked. Started by torchrun, each process is one rank.",
@@ -62,7 +60,9 @@ def add_check(commands: Any) -> None:
         "[--section.key value ...]",
         allow_abbrev=False,
     )
-    check.add_argument("config", metavar="CONFIG", help="as for megamoe train")
+    check.add_argument(
+        "config", metavar="CONFIG", help="as for megamoe train, or script.py:function"
+    )
     add_job_arguments(check, folder="check")
     check.add_argument(
         "--sections",
@@ -90,12 +90,12 @@ def add_job_arguments(parser: argparse.ArgumentParser, *, folder: str) -> None:
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all; "
                         "default: %(default)g")  # fmt: skip
     parser.add_argument("--nproc", metavar="N", type=number, help="ranks to start; default: the "
-                        "product of the TOML's degrees")  # fmt: skip
+                        "product of the TOML's degrees; of a script 1")  # fmt: skip
 
 
 def check(known: argparse.Namespace, overrides: list[str]) -> int:
     """Run the subcommand; return the exit status. Raises InvalidConfig."""
-    job, ranks = checked_job(known, overrides)
+    job = checked_job(known, overrides)
     sections = _sections(job, known.sections)
     if known.write:
         _check_write(job, sections)
@@ -108,7 +108,7 @@ def check(known: argparse.Namespace, overrides: list[str]) -> int:
             _write(job, started.out, started.head["device"])
         return status
 
-    return run_on_ranks(job, ranks, known, words, run, folder="check")
+    return run_on_ranks(job, known, words, run, folder="check")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,18 +121,8 @@ class Started:
     head: dict[str, Any]
 
 
-def checked_job(known: argparse.Namespace, overrides: list[str]) -> tuple[JobFile, int]:
-    """Return the job and its number of ranks. Raises InvalidConfig."""
-    job = read_job(find_job(known.config), overrides)
-    check_torchtitan()
-    ranks = checked_ranks(job, known.nproc or _ranks_of_torchrun(), is_run=True)
-    _refuse(job)
-    return job, ranks
-
-
 def run_on_ranks(
-    job: JobFile,
-    ranks: int,
+    job: CheckedJob,
     known: argparse.Namespace,
     words: list[str],
     run: Callable[[Started], int],
@@ -143,18 +133,18 @@ def run_on_ranks(
 
     Each rank is given `words`. Results go to `folder` by default.
     """
-    for note in notes_on(job):
+    for note in job.notes:
         _say(f"note: {note}")
     allow_open_files()
-    device = "cpu" if num_gpus() < _local_ranks(ranks) else "cuda"
-    settings = settings_on_gpus(os.environ) if device == "cuda" else {}
-    out = (known.out or Path(job.read("job.dump_folder", "outputs"), folder)).resolve()
+    device = "cpu" if num_gpus() < _local_ranks(job.ranks) else "cuda"
+    settings = settings_on_gpus(os.environ) if device == "cuda" else WITHOUT_GPUS
+    out = (known.out or job.folder / folder).resolve()
     asked = [*words, f"--steps={known.steps}", f"--layers={known.layers}"]
-    words = [*asked, f"--job.config_file={job.path}", *job.overrides, *_of_check(out)]
+    words = [*asked, *job.words(out)]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks are ended on the way out
     try:
         driver: Any = importlib.import_module("moe_compile.check.ranks")
-        team = driver.Ranks(out, device, ranks, ONE_RANK, settings=settings, words=words)
+        team = driver.Ranks(out, device, job.ranks, job.module, settings=settings, words=words)
         if team.rank:
             team.follow()
             return 0
@@ -164,18 +154,12 @@ def run_on_ranks(
             "ranks": team.num_ranks,
             "layers": known.layers,
             "settings": settings,
-            "outside": _outside(job),
+            "outside": job.outside,
         }
         return run(Started(team=team, out=out, head=head))
     except KeyboardInterrupt:
         _say(f"ended by a signal; what was found so far lies in {out}")
         return INTERRUPTED
-
-
-def _outside(job: JobFile) -> dict[str, Any]:
-    """Return the options of a job that act outside of compiled blocks."""
-    said = {name: job.read(f"megamoe.{name}", off) for name, off in OUTSIDE.items()}
-    return {f"megamoe.{name}": v for name, v in said.items() if str(v) != OUTSIDE[name]}
 
 
 def number(text: str) -> int:
@@ -192,47 +176,33 @@ def _say(text: str) -> None:
     print(f"megamoe: {text}", file=sys.stderr, flush=True)  # noqa: T201  (the user's terminal)
 
 
-def _refuse(job: JobFile) -> None:
-    """Raise InvalidConfig for a job in which there is nothing to check."""
-    if not uses_megamoe(job):
-        raise InvalidConfig(
-            f"{job.path}: compile.backend is {job.read('compile.backend', 'inductor')!r}: there is "
-            'nothing of megamoe to check; write backend = "megamoe" under [compile]'
-        )
-    if not job.is_true("compile.enable"):
-        raise InvalidConfig(f"{job.path}: {not_compiled(job)}")
-
-
-def _sections(job: JobFile, asked: list[str] | None) -> dict[str, float]:
+def _sections(job: CheckedJob, asked: list[str] | None) -> dict[str, float]:
     """Return the sections to run; by default all, without code generation only `same`."""
-    generates = job.read("megamoe.codegen", "inductor") != "fx"
     if unknown := sorted({*(asked or ())} - SECTIONS.keys()):
         raise InvalidConfig(
             f"--sections: there is no {unknown[0]!r}; write some of {', '.join(SECTIONS)}"
         )
-    if not generates and (timed := [name for name in GENERATING if name in (asked or ())]):
+    if not job.generates and (timed := [name for name in GENERATING if name in (asked or ())]):
         raise InvalidConfig(
             'megamoe.codegen is "fx": no code is generated, and times of single operators say '
             f"nothing; leave {timed[0]} out of --sections, or megamoe.codegen out of the job"
         )
-    if not asked and not generates:
+    if not asked and not job.generates:
         _say('megamoe.codegen is "fx": faster is left out, since no code is generated')
-    default = [name for name in SECTIONS if generates and name != ON_REQUEST] or ["same"]
+    default = [name for name in SECTIONS if job.generates and name != ON_REQUEST] or ["same"]
     return {name: share for name, share in SECTIONS.items() if name in (asked or default)}
 
 
-def _check_write(job: JobFile, sections: Mapping[str, float]) -> None:
+def _check_write(job: CheckedJob, sections: Mapping[str, float]) -> None:
     if ON_REQUEST not in sections:
         raise InvalidConfig(
             f"--write writes what {ON_REQUEST} finds; add it to --sections, or leave --write out"
         )
-    if job.path.parent == FOLDER:
-        raise InvalidConfig(
-            f"--write would change the recipe {job.path}, which is the package's; copy it first"
-        )
+    if job.not_written:
+        raise InvalidConfig(f"--write would change {job.not_written}")
 
 
-def _write(job: JobFile, out: Path, device: str) -> None:
+def _write(job: CheckedJob, out: Path, device: str) -> None:
     """Write the options that won into the job's file, once, where they are known to be faster."""
     if os.environ.get("RANK", "0") != "0":
         return
@@ -247,26 +217,12 @@ def _write(job: JobFile, out: Path, device: str) -> None:
         _say(f"{job.path}: written into [{BACKEND}]: {json.dumps(found['won'])}")
 
 
-def _ranks_of_torchrun() -> int | None:
-    """Return the number of ranks that torchrun started, None where it started none."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
 def _local_ranks(ranks: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
-def _of_check(out: Path) -> list[str]:
-    """Return torchtitan's flags with which a check writes nothing but its own results."""
-    return [
-        "--metrics.no-enable-tensorboard",
-        "--metrics.no-enable-wandb",
-        f"--megamoe.report={out / 'report.json'}",
-    ]
-
-
-def _identity(job: JobFile, asked: Sequence[str]) -> str:
+def _identity(job: CheckedJob, asked: Sequence[str]) -> str:
     """Return a hash of the job and of what was `asked` of it."""
     ours = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(ENVIRONMENT_PREFIX))
-    said = [job.path.read_text(), *job.overrides, *ours, *asked]
+    said = [job.path.read_text(), *job.said, *ours, *asked]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()

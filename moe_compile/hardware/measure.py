@@ -11,7 +11,7 @@ import functools
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +27,10 @@ MATRIX: Final = {CUDA: 8192, "cpu": 512}
 GROUPED_WIDTH: Final = {CUDA: 4096, "cpu": 512}
 GROUPED_HIDDEN: Final = {CUDA: 14336, "cpu": 1792}
 """Sizes of the experts measured: those of Mixtral-8x7B, an eighth of them on a processor."""
+ROWS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Rows per expert at which curves are measured."""
+DIGITS: Final = 4
+"""Significant digits that are told; medians repeat to two or three."""
 HEAD_START_CYCLES: Final = 2_000_000
 """Cycles that the device spins, about a millisecond, to hide the host's launches."""
 
@@ -45,6 +49,35 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or "unknown processor"
+
+
+def measured_rates(device: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rates of a device by their dotted path in a profile; `table` is its TOML's.
+
+    Peaks are those of the table, and so are the rates that curves are shares of.
+    """
+    memory = memory_gb_per_s(device)
+    found: dict[str, Any] = {
+        "matmul_tflops": _short(matmul_tflops(device)),
+        "memory_gb_per_s": _short(memory),
+        "op_overhead_us": _short(op_overhead_us(device)),
+    }
+    if "compute" not in table:
+        return found
+    compute = table["compute"]
+    peak = compute["bf16_tflops"]["value"]
+    long = GROUPED_WIDTH[device] / (GROUPED_WIDTH[device] + compute["half_reduction"]["value"])
+    found["memory.share"] = _short(min(memory / table["memory"]["gb_per_s"]["value"], 1.0))
+    found["compute.gemm_share"] = _short(min(found["matmul_tflops"] / peak, 1.0))
+    for name, is_gradient in (("grouped_forward", False), ("grouped_weight_gradient", True)):
+        shares = grouped_shares(device, ROWS, peak, is_gradient=is_gradient)
+        scale = 1.0 if is_gradient else long  # the model counts the reduction apart
+        found[f"compute.{name}"] = [[n, _short(min(s / scale, 1.0))] for n, s in shares]
+    return found
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
 
 
 def matmul_tflops(device: str) -> float:

@@ -55,6 +55,22 @@ class Candidate:
         return work.wire_shares.get(wire, 1.0)
 
     @property
+    def options(self) -> dict[str, int | str]:
+        """Return the options that ask for it, by name; edges and slices where it has some."""
+        if self.chunk_by == "heads":
+            return {"attention_chunks": self.num_chunks}
+        named: dict[str, int | str] = {
+            "chunks": self.num_chunks,
+            "chunk_by": self.chunk_by,
+            "dispatch": self.dispatch,
+            "nodes": self.nodes,
+            "dispatch_wire": self.dispatch_wire,
+            "combine_wire": self.combine_wire,
+        }
+        more = {"chunk_edges": self.chunk_edges} if self.chunk_edges != "even" else {}
+        return named | more | ({"hop_slices": self.hop_slices} if self.nodes != "off" else {})
+
+    @property
     def complexity(self) -> tuple[int, int, str, str, str, str, int]:
         """Return the key that orders candidates from simple to complicated, without ties."""
         changed = (self.dispatch_wire != "same", self.combine_wire != "same")

@@ -87,6 +87,8 @@ class Decision:
     """The chosen candidate with the other chunk edges, where both were priced."""
     routing_skew: float = 0.0
     """Routing skew assumed by the prices, as the option names it."""
+    ranked: tuple[Priced, ...] = ()
+    """All allowed candidates, the fastest first."""
     advice: tuple[Priced, ...] = ()
     """Candidates not allowed that are over 1 % faster than the chosen, the fastest first: each kind
     in about as many chunks, the fastest kind in any number."""
@@ -150,6 +152,7 @@ def choose_plan(
         runner_up=min(others, key=lambda p: p.us, default=None),
         why=why,
         other_dispatch=min(switched, key=lambda p: p.us, default=None),
+        ranked=tuple(sorted(allowed, key=lambda p: (p.us, p.candidate.complexity))),
         advice=tuple(sorted(faster, key=lambda p: p.us)),
     )
 

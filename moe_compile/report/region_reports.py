@@ -155,6 +155,9 @@ def decision_figures(decision: Decision | None) -> dict[str, object]:
         "other_edges_us": edges.us if edges else 0.0,
         "routing_skew": decision.routing_skew,
         "why": decision.why.value,
+        "ranked": [
+            {"options": one.candidate.options, "predicted_us": one.us} for one in decision.ranked
+        ],
         "advice": [
             {"candidate": str(one.candidate), "predicted_us": one.us, "is_lossy": one.is_lossy}
             for one in decision.advice

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.layer_step import GPU_VARIANTS
-from benchmarks.node.beside import OWN, Share, judge_shares, said_of
-from benchmarks.node.collectives import EXCHANGE, GATHER
+from benchmarks.node.beside import OWN, Share, judge_shares, of_own_budget, said_of
 from benchmarks.node.hidden import judge_steps, judge_variant
-from benchmarks.node.measured_profile import write_profile
 from benchmarks.node.recipes import STEPS, judge_losses, most_off
 from benchmarks.node.sizes import PROMISED_S
 from benchmarks.node.summary import BARS
+from moe_compile.check.collectives import EXCHANGE, GATHER
 from moe_compile.check.limited_process import run_ranks
+from moe_compile.check.measured_profile import write_profile
 from moe_compile.check.ranks import Ranks
 from moe_compile.check.sections import LONGEST_S, read_section
 from moe_compile.hardware.profile import load_profile
@@ -165,8 +165,8 @@ def measured(tmp_path, *sizes, start="h100"):
         )
     ]
     own = {"product": "grouped GEMM", "budget": said_of(OWN), "contention": 0.1}
-    both = {"links": {"rows": rows}, "beside": {"rows": [{**own, "overlap_slowdown": -0.01}]}}
-    return load_profile(str(write_profile(tmp_path, start, MACHINE, both)))
+    beside = of_own_budget({"rows": [{**own, "overlap_slowdown": -0.01}]})
+    return load_profile(str(write_profile(tmp_path, start, MACHINE, rows, beside=beside)))
 
 
 def test_the_profile_has_the_links_that_were_measured_and_its_start_all_else(tmp_path):

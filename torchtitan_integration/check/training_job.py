@@ -14,7 +14,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torchtitan.components.dataloader import DataloaderExhaustedError
@@ -23,15 +23,12 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools.logging import init_logger
 
 from moe_compile.check.forms import Forms
+from moe_compile.check.model_state import Snapshot, gradients_of, values_of
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import InvalidConfig
 from torchtitan_integration.block_groups import OneAfterAnother
-from torchtitan_integration.check.snapshot import Snapshot, local
 from torchtitan_integration.job_config import options_of, with_model_compiled
 from torchtitan_integration.parallelize import Forward, parallelize
-
-WRAPPERS: Final = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Parts that activation checkpointing and `torch.compile` add to a parameter's name."""
 
 
 class TrainingJob:
@@ -64,7 +61,12 @@ class TrainingJob:
         self._trainer.checkpointer.load(step=job.checkpoint.load_step)
         self._batches = self._fetched(num_steps)
         self._next = 0
-        self._start = Snapshot(self._trainer)
+        self._start = Snapshot(
+            self._trainer.model_parts,
+            self._trainer.optimizers.optimizers,
+            self._trainer.lr_schedulers.schedulers,
+        )
+        self._counters = (self._trainer.step, self._trainer.ntokens_seen)
         self.step()  # pipelines look at shapes, and optimizers make their state
         self.restore()
 
@@ -76,6 +78,7 @@ class TrainingJob:
     def restore(self) -> None:
         """Go back to the start: weights, optimizer, random state, data."""
         self._start.restore()
+        self._trainer.step, self._trainer.ntokens_seen = self._counters
         self._next = 0
 
     def step(self, *, is_told: bool = False) -> None:
@@ -94,19 +97,11 @@ class TrainingJob:
             yield "loss" if len(self._losses) == 1 else f"loss of microbatch {number}", loss
         yield from self.gradients()
         yield "gradient norm", torch.tensor(self._log.norm, dtype=torch.float64)
-        for part in self._trainer.model_parts:
-            yield from ((plain_name(n), local(p)) for n, p in part.named_parameters())
-            yield from ((f"buffer {plain_name(n)}", local(b)) for n, b in part.named_buffers())
-        yield "random state", torch.get_rng_state()
-        if self.device.type == "cuda":
-            yield "random state of the device", torch.cuda.get_rng_state()
+        yield from values_of(self._trainer.model_parts)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the gradients of the last step, of parameters from the last layer to the first."""
-        for part in reversed(self._trainer.model_parts):
-            for name, parameter in reversed([*part.named_parameters()]):
-                if parameter.grad is not None:
-                    yield f"gradient of {plain_name(name)}", local(parameter.grad)
+        yield from gradients_of(self._trainer.model_parts)
 
     def losses(self) -> list[float]:
         """Return this rank's losses of the last step, by microbatch."""
@@ -151,13 +146,6 @@ def without_checkpoints(forward: Forward) -> Forward:
         return OneAfterAnother([without_checkpoints(one) for one in block.forwards]).forward
     wrapped = getattr(block, "_checkpoint_wrapped_module", None)
     return forward if wrapped is None else wrapped.forward
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name in the model as it is written."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def cut(spec: TrainSpec, flavor: str, layers: int) -> None:

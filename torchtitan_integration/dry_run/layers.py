@@ -29,6 +29,7 @@ import torch
 import torch.fx as fx
 from torch._dynamo.exc import BackendCompilerFailed
 
+from moe_compile.check.parent import with_parent
 from moe_compile.choices import Choice, Rewritten, alternatives
 from moe_compile.config import from_sources, split_options
 from moe_compile.cost.amounts import amounts_of, ranks_of
@@ -53,7 +54,6 @@ from torchtitan_integration.dry_run.world import (
     smaller_kinds,
 )
 from torchtitan_integration.parallelize import apply_model_parallelism, backend_options
-from torchtitan_integration.rank import with_parent
 
 DEFAULT_HARDWARE: Final = "h100"
 """Profile for estimates where the job names none: this machine may not be the job's."""

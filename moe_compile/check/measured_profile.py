@@ -1,22 +1,21 @@
-"""A hardware profile whose links are those that sections `links` and `beside` measured.
+"""A hardware profile of what was measured: links between ranks, and the rates of a device.
 
 Contract
-    Rates of the device stay as the profile started from has them: `megamoe calibrate` measures
-    those, and takes this file with `--start`. Fits are left out. What is written loads.
+    What was not measured stays as the profile started from has it. Fits are left out. What is
+    written loads.
     Within a machine measured numbers are the node's link, among several machines the network's;
-    the two numbers of section `beside` go to the link that all ranks have.
+    the slowdowns of compute and collectives side by side go to the link that all ranks have.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.node.beside import OWN, PRODUCTS, said_of
-from benchmarks.node.links import link_of
+from moe_compile.check.links import link_of
 from moe_compile.hardware.collectives import spread_of
 from moe_compile.hardware.links import CTAS, NETWORK, NODE
 from moe_compile.hardware.profile import load_profile, read_profile
@@ -27,19 +26,28 @@ DIGITS: Final = 3
 
 
 def write_profile(
-    out: Path, start: str, machine: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]
+    out: Path,
+    start: str,
+    machine: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    beside: Mapping[str, float] | None = None,
+    rates: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the profile and return its path; raise LookupError where something is not measured."""
-    rows = sections["links"].get("rows", [])
+    """Write the profile into folder `out` and return its path.
+
+    `rows` are of `links`, of all ranks that were measured together; `beside` has the `contention`
+    and `overlap_slowdown` of the link that all ranks have, `rates` those of a device by their path
+    in a profile. Raises LookupError where a collective was not measured.
+    """
     sizes = sorted({row["ranks"] for row in rows})
-    if not sizes:
-        raise LookupError("section links")
     table = tomllib.loads(read_profile(start).path.read_text())
     table.pop("fit", None)
     table["name"] = Path(FILE).stem
     chip = machine["cpu"] if machine["gpu"].startswith("none") else machine["gpu"]
     origin = f"measured: {datetime.now(UTC).date()} on {chip}, torch {machine['torch']}"
-    beside = _of_own_budget(sections["beside"])
+    for path, value in (rates or {}).items():
+        put_number(table, path, value, origin)
     for num_ranks in sizes:
         is_all = num_ranks == sizes[-1]
         name = NETWORK if is_all and len(sizes) > 1 else NODE
@@ -48,10 +56,10 @@ def write_profile(
             of_gathers = spread_of(num_ranks, sizes[0], is_gather=True).between
             numbers["gb_per_s"] *= spread_of(num_ranks, sizes[0], is_gather=False).between
             numbers["gather_gb_per_s"] *= of_gathers
-        more = beside if is_all else {}
+        more = beside or {} if is_all else {}
         for path, value in _numbers(table, name, numbers, more).items():
             put_number(table, path, _short(value), f"{origin}, {num_ranks} ranks")
-    for link in table.get("link", []):
+    for link in table.get("link", []) if beside else ():
         if "contention" in link:  # measured, in place of what follows from them
             link.pop(CTAS, None)
     path = out / FILE
@@ -77,14 +85,6 @@ def _numbers(
             **{f"link.{place}.{key}": value for key, value in beside.items()},
         }
     return found
-
-
-def _of_own_budget(section: Mapping[str, Any]) -> dict[str, float]:
-    """Return the two numbers with the backend's own CTAs, of grouped products: what experts are."""
-    for row in section.get("rows", []):
-        if (row["product"], row["budget"]) == (PRODUCTS[-1], said_of(OWN)):
-            return {name: max(row[name], 0.0) for name in ("contention", "overlap_slowdown")}
-    raise LookupError("section beside")
 
 
 def _short(value: float) -> float:

@@ -1,19 +1,23 @@
-"""Section `links`: what collectives of each message size take, and what that says of the link.
+"""What collectives of each message size take, and what that says of the links between ranks.
 
 Contract
     A rate is of what leaves a rank, by the slowest rank, in medians. Of a link there are told the
     time of the least message and the rates of the greatest. Ranks of a node are measured apart from
-    all where there are several nodes.
+    all where there are several nodes, in a group of each node, all nodes at once.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from benchmarks.node.collectives import (
+import torch.distributed as dist
+
+from moe_compile.check.collectives import (
     EXCHANGE,
     GATHER,
     NAMES,
@@ -21,7 +25,6 @@ from benchmarks.node.collectives import (
     leaving_bytes,
     seconds_alone,
 )
-from benchmarks.node.sizes import Sizes
 from moe_compile.check.sections import Record, say
 from moe_compile.check.team import Team
 
@@ -29,22 +32,38 @@ NEEDS_S: Final = 20.0
 """What one collective takes at all sizes."""
 
 
-def check_links(team: Team, sizes: Sizes, node_ranks: int) -> None:
-    """Run the section; `node_ranks` is how many ranks share a machine."""
+def node_ranks(num_ranks: int) -> int:
+    """Return how many ranks share a machine: torchrun says so, by itself all do."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+
+
+def check_links(team: Team, message_bytes: tuple[int, ...], repeats: int, node_ranks: int) -> None:
+    """Measure every collective; `node_ranks` is how many ranks share a machine.
+
+    Messages go from the least to the greatest, each `repeats` times.
+    """
     for num_ranks in sorted({node_ranks, team.num_ranks}):
         for name in NAMES:
             team.run(
                 f"{name}, {num_ranks} ranks",
-                partial(_times, name, sizes),
-                partial(judge_times, name, num_ranks, sizes.message_bytes),
-                num_ranks=num_ranks,
+                partial(_times, name, message_bytes, repeats, num_ranks),
+                partial(judge_times, name, num_ranks, message_bytes),
                 needs_s=NEEDS_S,
             )
 
 
-def _times(name: str, sizes: Sizes) -> list[list[float]]:
-    """Return the seconds of each size, of several runs."""
-    return [seconds_alone(launcher(name, n), sizes.repeats) for n in sizes.message_bytes]
+def _times(
+    name: str, message_bytes: tuple[int, ...], repeats: int, num_ranks: int
+) -> list[list[float]]:
+    """Return the seconds of each size, of several runs, of the slowest rank."""
+    group = None if num_ranks == dist.get_world_size() else _of_node(num_ranks)
+    return [seconds_alone(launcher(name, n, group), repeats) for n in message_bytes]
+
+
+def _of_node(num_ranks: int) -> Any:
+    """Return the group of as many ranks that follow one another, this rank's among all."""
+    group, _ = dist.new_subgroups(num_ranks)
+    return group
 
 
 def judge_times(
@@ -75,13 +94,13 @@ def judge_times(
     say(f"links: {name}, {num_ranks} ranks: up to {max(rates):.3g} GB/s")
 
 
-def link_of(rows: list[dict[str, Any]], num_ranks: int) -> dict[str, float]:
+def link_of(rows: Sequence[Mapping[str, Any]], num_ranks: int) -> dict[str, float]:
     """Return what a section's rows say of the link among so many ranks.
 
     Raises LookupError where a collective was not measured.
     """
 
-    def of(name: str) -> list[dict[str, Any]]:
+    def of(name: str) -> list[Mapping[str, Any]]:
         chosen = [r for r in rows if (r["collective"], r["ranks"]) == (name, num_ranks)]
         if not chosen:
             raise LookupError(f"{name} among {num_ranks} ranks")

@@ -1,0 +1,89 @@
+"""The sections of a program that trains, and one rank of one of them.
+
+Contract
+    The ranks of the program meet in a store of their own, which the first rank has: a section's
+    ranks are new, and find no keys of others there. torchrun's variables lead to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn
+
+from moe_compile.check.better import check_better
+from moe_compile.check.culprit import check_and_search, check_culprit
+from moe_compile.check.faster import check_faster
+from moe_compile.check.forms import keep_many_programs
+from moe_compile.check.hardware import check_hardware
+from moe_compile.check.one_rank import read_rank_arguments, run_section, team_of
+from moe_compile.check.parent import end_with_parent
+from moe_compile.check.ranks import OF_AGENT
+from moe_compile.check.same import Trials
+from moe_compile.check.slower import check_slow
+from moe_compile.check.team import Team
+from moe_compile.testing.rank_pool import meeting_point
+
+SECTIONS: Final[Mapping[str, Callable[[Team, Any, argparse.Namespace], None]]] = {
+    "same": lambda team, job, asked: check_and_search(Trials(team, job, job.config, asked.steps)),
+    "faster": lambda team, job, asked: check_faster(team, job, job.config, asked.rounds),
+    "better": lambda team, job, _: check_better(team, job, job.config),
+    "hardware": lambda team, job, _: check_hardware(team, job.config),
+    "culprit": lambda team, job, asked: _culprit(
+        Trials(team, job, job.config, asked.steps, asked.form_s), asked
+    ),
+}
+
+
+def _culprit(trials: Trials, asked: argparse.Namespace) -> None:
+    if asked.slow:
+        check_slow(trials, asked.rounds)
+    else:
+        check_culprit(trials)
+
+
+def add_numbers(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that the command hands on to each rank."""
+    parser.add_argument("--steps", type=int, default=3, help="of each form in same")
+    parser.add_argument("--rounds", type=int, default=11, help="of faster, a step of each form")
+    parser.add_argument("--slow", action="store_true", help="search by times")
+    parser.add_argument("--form-s", type=float, default=0.0, help="most seconds of a form; 0: any")
+    parser.add_argument("--layers", type=int, default=0, help="cut the model to its first layers")
+
+
+def run_rank(what: str, make: Callable[[list[str], argparse.Namespace], Any]) -> int:
+    """Be one rank of the section named on the command line; return the exit status.
+
+    `make` returns the program, a `Steps` with its options as `config`, by the words left on the
+    command line and the arguments; `what` names it where it cannot be made.
+    """
+    end_with_parent()
+    arguments, words = read_rank_arguments(SECTIONS, ["cpu", "cuda"])
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_numbers(parser)
+    asked, words = parser.parse_known_args(words)
+    asked.device = arguments.device
+    team = team_of(arguments, arguments.budget_s, makes_groups=False)
+    keep_many_programs()
+    store = meeting_point() if team.is_first else None
+    port = team.tell("trainer", None if store is None else str(store.port))
+    os.environ.update({"MASTER_PORT": port, OF_AGENT: str(True)})
+    try:
+        job = make(words, asked)
+    except Exception as error:  # noqa: BLE001  (a program fails in ways no list covers)
+        traceback.print_exc()
+        if team.record is not None:
+            team.record.fail(what, f"{type(error).__name__}: {error}"[:500])
+            team.record.put(is_complete=True)
+        return 1
+    return run_section(team, lambda: SECTIONS[arguments.section](team, job, asked))
+
+
+def leave(status: int) -> NoReturn:
+    """End this process: groups would wait for ranks that have left."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
