@@ -30,9 +30,9 @@ from torchtitan_integration.launch import allow_open_files, num_gpus, settings_o
 from torchtitan_integration.layout import BACKEND
 from torchtitan_integration.titan_keys import check_torchtitan
 
-SECTIONS: Final = {"same": 1.0, "faster": 1.0, "better": 2.0}
+SECTIONS: Final = {"same": 1.0, "faster": 1.0, "where": 0.5, "better": 2.0}
 """Sections, and their shares of the time."""
-GENERATING: Final = ("faster", "better")
+GENERATING: Final = ("faster", "where", "better")
 """Sections that time generated code."""
 ON_REQUEST: Final = "better"
 INTERRUPTED: Final = 130
@@ -51,7 +51,8 @@ def add_check(commands: Any) -> None:
         description="Train a few steps of a torchtitan job from one start, over the same batches: "
         "as written, by Inductor, by megamoe, and by megamoe without each thing that it does. "
         "same: what steps leave, bit for bit or by its distance from float64. faster: the time of "
-        "steps in turn, beside Inductor's best. better, on request: other options raced for the "
+        "steps in turn, beside Inductor's best. where: each collective's hidden and exposed time, "
+        "beside the prediction. better, on request: other options raced for the "
         "fastest. With fewer GPUs than ranks all runs on the CPU, "
         "where times say nothing of a cluster.",
         epilog="Flags of torchtitan follow the file and win over it, as for megamoe train. With "
@@ -216,7 +217,7 @@ def _sections(job: JobFile, asked: list[str] | None) -> dict[str, float]:
             f"nothing; leave {timed[0]} out of --sections, or megamoe.codegen out of the job"
         )
     if not asked and not generates:
-        _say('megamoe.codegen is "fx": faster is left out, since no code is generated')
+        _say('megamoe.codegen is "fx": faster and where are left out, since no code is generated')
     default = [name for name in SECTIONS if generates and name != ON_REQUEST] or ["same"]
     return {name: share for name, share in SECTIONS.items() if name in (asked or default)}
 
@@ -261,6 +262,7 @@ def _of_check(out: Path) -> list[str]:
     return [
         "--metrics.no-enable-tensorboard",
         "--metrics.no-enable-wandb",
+        "--profiling.no-enable-profiling",
         f"--megamoe.report={out / 'report.json'}",
     ]
 

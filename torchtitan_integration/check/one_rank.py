@@ -24,6 +24,7 @@ from moe_compile.check.ranks import OF_AGENT
 from moe_compile.check.same import Trials
 from moe_compile.check.slower import check_slow
 from moe_compile.check.team import Team
+from moe_compile.check.where import check_where
 from moe_compile.testing.rank_pool import meeting_point
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 from torchtitan_integration.cpu_launcher import cpu_trainer, prepare_torch
@@ -32,6 +33,7 @@ from torchtitan_integration.rank import end_with_parent
 SECTIONS: Final[Mapping[str, Callable[[Team, Any, argparse.Namespace], None]]] = {
     "same": lambda team, job, asked: check_and_search(Trials(team, job, job.config, asked.steps)),
     "faster": lambda team, job, asked: check_faster(team, job, job.config, asked.rounds),
+    "where": lambda team, job, asked: check_where(team, job, job.config, asked.out),
     "better": lambda team, job, _: check_better(team, job, job.config),
     "culprit": lambda team, job, asked: _culprit(
         Trials(team, job, job.config, asked.steps, asked.form_s), asked
@@ -62,7 +64,7 @@ def main() -> int:
     arguments, words = read_rank_arguments(SECTIONS, ["cpu", "cuda"])
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_numbers(parser)
-    asked, words = parser.parse_known_args(words)
+    asked, words = parser.parse_known_args(words, arguments)
     team = team_of(arguments, arguments.budget_s, makes_groups=False)
     if arguments.device == "cpu":
         prepare_torch()
