@@ -22,6 +22,8 @@ Each work-around is in place before the torchtitan module that would fail is imp
                 the model starts as one rank alone would start it from the same seed, on any
                 number of ranks and in any layout, pipeline stages included; gpt_oss's biases of the
                 router, which torchtitan does not initialise, are zeros
+    profiler    torchtitan asks torch's profiler for a GPU's activities, and fails without one: the
+                trainer profiles the processor, in the same steps, into the same files
     exit        now and then a thread of gloo or of the data loader aborts the process while the
                 interpreter shuts down, after training has ended: the process leaves without that
 """
@@ -33,6 +35,7 @@ import os
 import resource
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -191,8 +194,54 @@ def cpu_trainer() -> type[Any]:
         def __init__(self, job: Any) -> None:
             super().__init__(job)
             _copy_shards(_whole_model(self), self.model_parts)
+            self._profiler: Any = None
+            self._is_profiled = False
+
+        def train(self) -> None:
+            """Train, and profile where the job asks for it."""
+            self._is_profiled = self.job_config.profiling.enable_profiling
+            self.job_config.profiling.enable_profiling = False
+            try:
+                super().train()
+            finally:
+                if self._profiler is not None:
+                    self._profiler.stop()
+
+        def train_step(self, batches: Any) -> None:
+            """Train one step, within `train` as one of the profiler's."""
+            if self._is_profiled and self._profiler is None:
+                self._profiler = _profiler(self.job_config, self.step - 1)
+                self._profiler.start()
+            super().train_step(batches)
+            if self._profiler is not None:
+                self._profiler.step()
 
     return CpuTrainer
+
+
+def _profiler(job: Any, num_steps_before: int) -> torch.profiler.profile:
+    """Return a profiler with torchtitan's schedule, whose traces lie where torchtitan's would."""
+    asked = job.profiling
+    folder = Path(job.job.dump_folder, asked.save_traces_folder)
+
+    def keep(profiler: torch.profiler.profile) -> None:
+        path = folder / f"iteration_{profiler.step_num}" / f"rank{dist.get_rank()}_trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".new")
+        profiler.export_chrome_trace(str(fresh))
+        fresh.replace(path)  # a reader never sees half of it
+
+    warmup, active = asked.profiler_warmup, asked.profiler_active
+    profiler = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        schedule=torch.profiler.schedule(
+            wait=asked.profile_freq - warmup - active, warmup=warmup, active=active
+        ),
+        on_trace_ready=keep,
+        record_shapes=True,
+    )
+    profiler.step_num = num_steps_before
+    return profiler
 
 
 def _whole_model(trainer: Any) -> torch.nn.Module:

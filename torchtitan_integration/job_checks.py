@@ -352,12 +352,15 @@ FOLDERS: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Switch -> key and default of the folder that is then written, in the job's folder."""
 CODE_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
-NEEDS_DEVICE: Final = ("profiling.enable_profiling", "profiling.enable_memory_snapshot")
+SNAPSHOT: Final = "profiling.enable_memory_snapshot"
+PROFILED: Final = {"profiling.profiler_warmup": 3, "profiling.profiler_active": 1}
+"""Steps of each round of torchtitan's profiler, and their defaults."""
 
 
 def value_faults(job: JobFile) -> Iterator[str]:
     """Yield faults of numbers and names of a job."""
     yield from _numbers(job)
+    yield from _profiled_steps(job)
     yield from _batches(job)
     yield from _names(job)
     report = str(job.read("megamoe.report", ""))
@@ -368,9 +371,8 @@ def value_faults(job: JobFile) -> Iterator[str]:
 def run_faults(job: JobFile, *, on_cpu: bool) -> Iterator[str]:
     """Yield faults that keep a job from running here: its folders, and a missing device."""
     yield from folder_faults(job)
-    for key in NEEDS_DEVICE:
-        if on_cpu and job.is_true(key):
-            yield f"{key} is true, and torchtitan profiles GPUs alone; write {key} = false on a CPU"
+    if on_cpu and job.is_true(SNAPSHOT):
+        yield f"{SNAPSHOT} is true, which needs a GPU; write {SNAPSHOT} = false on a CPU"
     if on_cpu and job.read("checkpoint.async_mode") == "async_with_pinned_mem":
         yield (
             'checkpoint.async_mode is "async_with_pinned_mem", and memory is pinned for a GPU; '
@@ -405,6 +407,13 @@ def _numbers(job: JobFile) -> Iterator[str]:
         value = _number(job, key, float)
         if value is not None and not value >= 0:
             yield f"{key} is {value}; write a number of at least 0"
+
+
+def _profiled_steps(job: JobFile) -> Iterator[str]:
+    every, key = _number(job, "profiling.profile_freq") or 10, " + ".join(PROFILED)
+    needed = sum(int(job.read(key, steps)) for key, steps in PROFILED.items())
+    if job.is_true("profiling.enable_profiling") and every < needed:
+        yield f"profiling.profile_freq is {every}, less than {key}; write {needed} or more"
 
 
 def _number(job: JobFile, key: str, kind: Callable[[str], Any] = int) -> Any:

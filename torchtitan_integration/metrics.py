@@ -6,17 +6,15 @@ Contract
 
     predicted_*   from the hardware profile, per block with experts, forward and backward together
     waits         of collectives, ms, in the steps that are logged: `step_waits`
-    measured_*    from the newest trace of torchtitan's profiler, for the whole window
+    measured_*    from the newest trace of torchtitan's profiler, for all of its steps together
     exchange_*    rows this rank sent to others, out and back, forward and backward; exchanges
                   repeated by `recompute = "recompute_exchanges"` not counted
     *_max_over_mean  rows of all ranks' tokens; 1.0 is even
 
-Hidden and exposed communication, measured in the traces torchtitan's profiler writes.
-A trace is read once, in a process of its own: traces are large, and training does not wait.
-Times are unions of intervals on this rank's GPU: several kernels at once count once.
-
-Exposed time is that of NCCL kernels while no other kernel runs; hidden time is the rest of theirs.
-A trace without GPU kernels measures nothing; torchtitan's profiler does not start without a GPU.
+Hidden and exposed communication is measured in the traces that torch's profiler writes, as
+`moe_compile/check/profiler_trace.py` says: of all collectives of the profiled steps, several at
+once counted once. A trace is read once, in a process of its own: traces are large, and training
+does not wait.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +42,7 @@ from torchtitan_integration.step_waits import StepWaits
 
 QUANTIZED_WAYS: Final = {"fp8": 2, "fp8_forward": 1}
 """Ways of an exchange, of forward and backward, that travel in eight bits."""
+TRACE_READER: Final = "moe_compile.check.profiler_trace"
 
 
 class MegaMoEMetrics(MetricsProcessor):
@@ -160,12 +158,6 @@ def _predicted() -> dict[str, float]:
     return found
 
 
-Interval = tuple[float, float]
-
-COMMUNICATION: Final = "nccl"
-"""Prefix of the names of NCCL's kernels."""
-
-
 class ProfileWindow:
     """The newest measurement of one rank."""
 
@@ -187,7 +179,7 @@ class ProfileWindow:
         fresh = sorted(set(self._folder.glob(f"*/{self._name}")) - self._seen)
         if fresh and self._reader is None:
             self._seen |= set(fresh)
-            command = [sys.executable, "-m", "torchtitan_integration.metrics", fresh[-1]]
+            command = [sys.executable, "-m", TRACE_READER, str(fresh[-1])]
             self._reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         return self._latest
 
@@ -196,61 +188,3 @@ class ProfileWindow:
         if self._reader is not None:
             self._reader.kill()
             self._reader.wait()
-
-
-def measure_trace(path: Path) -> dict[str, float]:
-    """Return `hidden_ms` and `exposed_ms` of a chrome trace; {} where no GPU kernel is in it."""
-    events = json.loads(path.read_text())["traceEvents"]
-    kernels = [e for e in events if e.get("ph") == "X" and e.get("cat") == "kernel"]
-    if not kernels:
-        return {}
-    communication = list(union(_intervals(k for k in kernels if _communicates(k))))
-    compute = list(union(_intervals(k for k in kernels if not _communicates(k))))
-    total, hidden = _length(communication), _length(common(communication, compute))
-    return {"hidden_ms": hidden / 1e3, "exposed_ms": (total - hidden) / 1e3}
-
-
-def _communicates(kernel: dict[str, Any]) -> bool:
-    return str(kernel.get("name", "")).startswith(COMMUNICATION)
-
-
-def _intervals(kernels: Iterable[dict[str, Any]]) -> Iterator[Interval]:
-    """Yield (begin, end) in microseconds."""
-    for kernel in kernels:
-        begin = float(kernel["ts"])
-        yield begin, begin + float(kernel["dur"])
-
-
-def union(intervals: Iterable[Interval]) -> Iterator[Interval]:
-    """Yield disjoint intervals, ascending, that cover the same points."""
-    current: Interval | None = None
-    for begin, end in sorted(intervals):
-        if current is None or begin > current[1]:
-            if current is not None:
-                yield current
-            current = (begin, end)
-        else:
-            current = (current[0], max(current[1], end))
-    if current is not None:
-        yield current
-
-
-def common(first: list[Interval], second: list[Interval]) -> Iterator[Interval]:
-    """Yield the overlaps of two lists of disjoint ascending intervals."""
-    i = j = 0
-    while i < len(first) and j < len(second):
-        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if begin < end:
-            yield begin, end
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure_trace(Path(sys.argv[1]))))

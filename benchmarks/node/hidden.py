@@ -31,12 +31,12 @@ from benchmarks.link.variants import Variant
 from benchmarks.node.sizes import Sizes
 from moe_compile.check.device_time import slowest, synchronize
 from moe_compile.check.paired import ratio
+from moe_compile.check.profiler_trace import measure, read_trace
 from moe_compile.check.sections import Record, say
 from moe_compile.check.team import Team
 from moe_compile.report.process_report import figures
 from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.process_groups import register_nodes
-from torchtitan_integration.metrics import measure_trace
 
 NODES: Final = 2
 """Into which ranks are divided for two hops, of one machine too."""
@@ -119,7 +119,7 @@ def predicted(records: list[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _traced(layer: _Layer, name: str) -> dict[str, float]:
-    """Return hidden and exposed ms of one step; {} where no kernel of a GPU is in the trace."""
+    """Return hidden and exposed ms of one step; {} where no collective is in the trace."""
     step = layer.step
     assert step is not None
     activities = [ProfilerActivity.CPU]
@@ -132,7 +132,7 @@ def _traced(layer: _Layer, name: str) -> dict[str, float]:
         synchronize(step.device)
     path = layer.out / f"hidden_{name.replace(' ', '_')}_rank{dist.get_rank()}.trace.json"
     profiled.export_chrome_trace(str(path))
-    return measure_trace(path)
+    return measure(read_trace(path))
 
 
 def judge_variant(

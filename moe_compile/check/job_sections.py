@@ -25,11 +25,13 @@ from moe_compile.check.ranks import OF_AGENT
 from moe_compile.check.same import Trials
 from moe_compile.check.slower import check_slow
 from moe_compile.check.team import Team
+from moe_compile.check.where import check_where
 from moe_compile.testing.rank_pool import meeting_point
 
 SECTIONS: Final[Mapping[str, Callable[[Team, Any, argparse.Namespace], None]]] = {
     "same": lambda team, job, asked: check_and_search(Trials(team, job, job.config, asked.steps)),
     "faster": lambda team, job, asked: check_faster(team, job, job.config, asked.rounds),
+    "where": lambda team, job, asked: check_where(team, job, job.config, asked.out),
     "better": lambda team, job, _: check_better(team, job, job.config),
     "hardware": lambda team, job, _: check_hardware(team, job.config),
     "culprit": lambda team, job, asked: _culprit(
@@ -64,8 +66,7 @@ def run_rank(what: str, make: Callable[[list[str], argparse.Namespace], Any]) ->
     arguments, words = read_rank_arguments(SECTIONS, ["cpu", "cuda"])
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_numbers(parser)
-    asked, words = parser.parse_known_args(words)
-    asked.device = arguments.device
+    asked, words = parser.parse_known_args(words, arguments)
     team = team_of(arguments, arguments.budget_s, makes_groups=False)
     keep_many_programs()
     store = meeting_point() if team.is_first else None

@@ -18,6 +18,7 @@ from moe_compile.check.machine import describe_gpu_machine
 from moe_compile.check.ranks import Ranks
 from moe_compile.check.sections import passed_before, read_section, run_sections
 from moe_compile.check.tables import Section, new_table, print_sections
+from moe_compile.check.where_table import constants, says_where, table_of_where
 from moe_compile.entry_points import hash_of_packages
 from moe_compile.source_hash import EVERY_SOURCE, ROOT, hash_of_sources
 
@@ -78,12 +79,14 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
         is_whole = section.get("is_complete") and not section.get("failures")
         if is_whole and section.get("rows"):
             said.append(f"{name}: {SAYS[name](section)}")
+            if name == "where":
+                said += [f"{name}: {line}" for line in constants(section)]
         else:
             said.append(f"{name}: {_why_not(summary['sections'][name], section)}")
         if name == "same" and section.get("failures"):
             said += [f"{name}: {line}" for line in sentences(section.get("culprit", {}))]
             said.append(f"{name}: {MORE}")
-    if summary["device"] == "cpu" and {"faster", "better"} & {*summary["sections"]}:
+    if summary["device"] == "cpu" and {"faster", "where", "better"} & {*summary["sections"]}:
         said.append(f"note: {NO_LINK}")
     if summary["layers"]:
         said.append(
@@ -214,7 +217,14 @@ def _hardware(section: Section) -> Table:
 SAYS: Final = {
     "same": _says_same,
     "faster": _says_faster,
+    "where": says_where,
     "better": _says_better,
     "hardware": _says_hardware,
 }
-TABLES: Final = {"same": _same, "faster": _faster, "better": _better, "hardware": _hardware}
+TABLES: Final = {
+    "same": _same,
+    "faster": _faster,
+    "where": table_of_where,
+    "better": _better,
+    "hardware": _hardware,
+}

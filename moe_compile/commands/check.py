@@ -28,9 +28,9 @@ from torchtitan_integration.check.toml_table import with_options
 from torchtitan_integration.launch import allow_open_files, num_gpus, settings_on_gpus
 from torchtitan_integration.layout import BACKEND
 
-SECTIONS: Final = {"same": 1.0, "faster": 1.0, "better": 2.0, "hardware": 0.5}
+SECTIONS: Final = {"same": 1.0, "faster": 1.0, "where": 0.5, "better": 2.0, "hardware": 0.5}
 """Sections, and their shares of the time."""
-GENERATING: Final = ("faster", "better")
+GENERATING: Final = ("faster", "where", "better")
 """Sections that time generated code."""
 ON_REQUEST: Final = "better"
 INTERRUPTED: Final = 130
@@ -49,9 +49,10 @@ def add_check(commands: Any) -> None:
         "own script returns (docs/check.md), from one start, over the same batches: "
         "as written, by Inductor, by megamoe, and by megamoe without each thing that it does. "
         "same: what steps leave, bit for bit or by its distance from float64. faster: the time of "
-        "steps in turn, beside Inductor's best. better, on request: other options raced for the "
-        "fastest. hardware: rates of the device and of links, as a profile. With fewer GPUs than "
-        "ranks all runs on the CPU, where times say nothing of a cluster.",
+        "steps in turn, beside Inductor's best. where: each collective's hidden and exposed time, "
+        "beside the prediction. better, on request: other options raced for the fastest. hardware: "
+        "rates of the device and of links, as a profile. With fewer GPUs than ranks all runs on "
+        "the CPU, where times say nothing of a cluster.",
         epilog="Flags of torchtitan follow the file and win over it, as for megamoe train. With "
         "--megamoe.codegen fx nothing is generated: minutes become seconds, and only same is "
         "checked. Started by torchrun, each process is one rank.",
@@ -188,7 +189,7 @@ def _sections(job: CheckedJob, asked: list[str] | None) -> dict[str, float]:
             f"nothing; leave {timed[0]} out of --sections, or megamoe.codegen out of the job"
         )
     if not asked and not job.generates:
-        _say('megamoe.codegen is "fx": faster is left out, since no code is generated')
+        _say('megamoe.codegen is "fx": faster and where are left out, since no code is generated')
     default = [name for name in SECTIONS if job.generates and name != ON_REQUEST] or ["same"]
     return {name: share for name, share in SECTIONS.items() if name in (asked or default)}
 

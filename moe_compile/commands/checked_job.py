@@ -125,5 +125,6 @@ def _of_check(out: Path) -> list[str]:
     return [
         "--metrics.no-enable-tensorboard",
         "--metrics.no-enable-wandb",
+        "--profiling.no-enable-profiling",
         f"--megamoe.report={out / 'report.json'}",
     ]

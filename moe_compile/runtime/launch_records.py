@@ -26,10 +26,11 @@ Why the order across groups cannot hang
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -56,7 +57,14 @@ class _Records:
     def __init__(self) -> None:
         self.records: dict[str, dict[str, Any]] = {}
         self.listeners: list[Callable[[], None]] = []
+        self.runs: list[Mapping[str, Any]] | None = None
+        """Records of the graphs that run, in order, while they are noted."""
         self._met: dict[tuple[str, str, str], list[str]] = {}
+
+    def run(self, record: str) -> None:
+        self.add(record)
+        if self.runs is not None:
+            self.runs.append(self.records[record])
 
     def add(self, record: str) -> None:
         if record in self.records:
@@ -125,9 +133,19 @@ def on_first_execution(listener: Callable[[], None]) -> None:
     _RECORDS.listeners.append(listener)
 
 
+@contextlib.contextmanager
+def runs_noted() -> Iterator[list[Mapping[str, Any]]]:
+    """Note the record of each compiled graph with collectives that runs meanwhile, in order."""
+    before, _RECORDS.runs = _RECORDS.runs, []
+    try:
+        yield _RECORDS.runs
+    finally:
+        _RECORDS.runs = before
+
+
 def _record_launches(token: torch.Tensor, record: str) -> None:
     del token  # written in name only: the declaration keeps compilers from dropping the call
-    _RECORDS.add(record)
+    _RECORDS.run(record)
 
 
 LIBRARY.impl("record_launches", _record_launches, "CompositeExplicitAutograd")
