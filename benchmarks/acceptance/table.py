@@ -196,7 +196,7 @@ def _remarks(case: Mapping[str, Any]) -> list[str]:
         *(f"`{b}` fails: {_short(t)}" for b, t in case.get("failed_measures", {}).items()),
         *_of_differences(case),
     ]
-    return [f"- {case['name']}", *(f"  - {line}" for line in lines)] if lines else []
+    return [f"- {case['name']}", *(f"    - {line}" for line in lines)] if lines else []
 
 
 def _of_breaks(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
