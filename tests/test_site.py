@@ -37,7 +37,7 @@ def without_code(page):
 def test_a_page_reads_alike_on_the_site_and_on_github(page):
     """Python-Markdown wants an empty line before a list, and four columns within an item."""
     lines = without_code(page).splitlines()
-    item = re.compile(r"( *)(?:[-*]|\d+\.) ")
+    item = re.compile(r"( *)(?:[-*+]|\d+\.) ")
     for before, line in zip(["", *lines], lines, strict=False):
         found = item.match(line)
         if found and not item.match(before) and before.strip():
