@@ -21,7 +21,7 @@ COVERED := 85
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-all test-slow test-exhaustive docs-test one-rank lanes coverage fuzz defects mutants cuda-table acceptance lint format clean
+.PHONY: train test test-all test-slow test-exhaustive docs docs-test one-rank lanes coverage fuzz defects mutants cuda-table acceptance lint format clean
 
 # make train RANKS=1|2|4: the same model and sequences; one rank has all experts and exchanges nothing
 RANKS ?= 2
@@ -44,6 +44,13 @@ test-slow: $(READY)
 # every style, size and routing of what the slow tests show for some
 test-exhaustive: $(READY)
 	$(PYTEST) -m "exhaustive and $(ON_A_CPU)"
+
+# the documentation as a site, in outputs/site; a broken link or anchor fails. To search it:
+# python -m http.server --directory outputs/site
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(READY)
+	$(PIP) --no-build-isolation -e '.[titan,dev,site]'
+	$(BIN)/mkdocs build --strict
 
 # the page of a report in headless Chromium: needs Debian's packages chromium and chromium-driver
 docs-test: $(READY)

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import moe_compile
 from moe_compile.cli import main, new_parser
 from moe_compile.commands.bisect import split_command
+from moe_compile.config import OPTION_NAMES
 from moe_compile.journal.reasons import Reason
 from tests.layers import GroupedExperts
 from torchtitan_integration.job_checks import checked_ranks
@@ -51,6 +52,13 @@ JOB = {
     "parallelism": {"data_parallel_shard_degree": 8, "expert_parallel_degree": 8},
 }
 """A job as torchtitan takes it, to which docs/torchtitan.md adds."""
+
+
+CHANGE_NO_VALUE = {
+    "routing_skew", "blocks_per_graph", "node_ranks", "equal_tokens", "transport", "strict",
+    "max_memory_increase", "step_peak_bytes", "hardware", "disable_passes", "report",
+}  # fmt: skip
+"""Options that the table of docs/numerics.md has no row of."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +225,15 @@ def test_the_other_toml_is_that_of_the_package_which_its_page_shows():
     (table,) = tables
     (group,) = table["project"]["entry-points"]
     assert table["project"]["entry-points"][group] == shown["project"]["entry-points"][group]
+
+
+def test_the_table_of_numerics_has_every_option_that_may_change_values():
+    text = (ROOT / "docs" / "numerics.md").read_text()
+    table = text.partition("## Which option may change what")[2].partition("\n## ")[0]
+    first = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
+    named = {name for cell in first for name in re.findall(r"`(\w+)", cell)}
+    assert named | CHANGE_NO_VALUE == set(OPTION_NAMES)
+    assert named & CHANGE_NO_VALUE == set()
 
 
 def in_text():

@@ -21,13 +21,15 @@ MEASURES: Final = {"inductor": "inductor", BOUNDED: STABLE}
 INTRODUCTION: Final = """\
 # Layers and models of other packages
 
-Made by `make acceptance`, which installs the packages of `benchmarks/acceptance/requirements.txt`
-in an environment of its own. Every layer and model is as its package has it, small, with random
-weights, on CPUs; two ranks exchange by gloo. Two steps, the second with more tokens. Each is
-compiled by `backend="megamoe"` with `codegen = "fx"` (on two ranks once more with `chunks = 2`) and
-compared with plain `aot_eager` under torch's own settings: outputs, gradients of inputs and of all
-parameters, buffers and random state, bit for bit, on every rank. Where it says "Inductor", default
-code is compared with `backend="inductor"` as well.
+Look here whether a layer of another package is found, and what to change if it is not.
+`make acceptance` made the table: it installs the packages of
+`benchmarks/acceptance/requirements.txt` in an environment of its own. Every layer and model is as
+its package has it, small, with random weights, on CPUs; two ranks exchange by gloo. Each runs two
+steps, the second with more tokens. Each is compiled by `backend="megamoe"` with `codegen = "fx"`,
+on two ranks once more with `chunks = 2`. It is compared with plain `aot_eager` under torch's own
+settings, on every rank, bit for bit: outputs, gradients of inputs and of all parameters, buffers
+and random state. Where it says "Inductor", default code is compared with `backend="inductor"` as
+well.
 
 "Graphs" are those of the first step; 1 is a model captured whole. "Crash" is an error where
 `aot_eager` runs. "Bounded": regions in chunks where `numerics = "bounded"` lets sums over rows
@@ -196,7 +198,7 @@ def _remarks(case: Mapping[str, Any]) -> list[str]:
         *(f"`{b}` fails: {_short(t)}" for b, t in case.get("failed_measures", {}).items()),
         *_of_differences(case),
     ]
-    return [f"- {case['name']}", *(f"  - {line}" for line in lines)] if lines else []
+    return [f"- {case['name']}", *(f"    - {line}" for line in lines)] if lines else []
 
 
 def _of_breaks(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

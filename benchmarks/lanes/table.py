@@ -11,11 +11,16 @@ from benchmarks.lanes.steps import LANES, STEPS, steps_of
 INTRODUCTION: Final = f"""\
 # Which torch
 
-Made by `make lanes`, which runs the product on each of these releases, in an environment of its own
-that it removes again: the import, the README's example on two ranks, the debug recipe for {STEPS}
-steps against the same job without compiling on the same torch, the quick tests of the folders
-named, and three CUDA programs, generated and read. `make lanes VERSIONS=2.11.0` runs one of them;
-what passed is not run again. On CPUs alone.
+Look here which releases of torch megamoe was run on, and what passed on each. `make lanes` made the
+table, on CPUs alone. It runs the product on each release, in an environment of its own that it
+removes again:
+
+- the import, and the README's example on two ranks;
+- the debug recipe for {STEPS} steps, against the same job without compiling on the same torch;
+- the quick tests of the folders named;
+- three CUDA programs, generated and read.
+
+`make lanes VERSIONS=2.11.0` runs one of them; what passed is not run again.
 
 2.13.0 is what `make test` and all other pages use. 2.11.0 is the least release, and that of many
 GPU images. A cell has the day on which the step passed; one that is empty was not run. "Off" is the
