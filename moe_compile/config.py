@@ -35,7 +35,7 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
 """Values of options that ask for no rewrite, the one that leaves the model as it is first."""
 
 TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {"attention": ("auto", "tensor", "ulysses")}
-"""Only in the `[megamoe]` table of a TOML job: how attention is divided over ranks. "tensor": by
+"""How attention is divided over ranks; for the `[megamoe]` table of a TOML job alone. "tensor": by
 heads, each rank its heads of the whole sequence (tensor parallelism). "ulysses": by sequence, which
 is exchanged for heads around attention (context parallelism). "auto": as the job's degrees say."""
 

@@ -88,8 +88,9 @@ class _Refused(torch.autograd.Function):
         """Raise SecondOrderGradient."""
         del ctx, gradients
         raise SecondOrderGradient(
-            "a gradient is asked for of gradients that a compiled program computed "
-            "(create_graph=True): torch.compile has none, with any backend. Compile what the "
-            "penalty needs only once, and run the rest as it is (torch.compiler.disable), or take "
-            "the second gradient of a copy of the model that is not compiled"
+            "the program asks for a second-order gradient through a compiled graph "
+            "(create_graph=True): torch.compile supports none, with any backend. Compile only "
+            "code that the penalty does not differentiate twice, and run the rest in eager mode "
+            "(torch.compiler.disable), or take the second-order gradient of a copy of the model "
+            "that is not compiled"
         )

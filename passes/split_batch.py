@@ -142,7 +142,9 @@ def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None
             numbers = split.tracker.numbers
             if sizes != [expression_of(numbers.size(n)) for n in split.sizes(dims, share)]:
                 raise Left(
-                    Reason.BATCH_LOST, f"{operator_at(node)} has other sizes in a part: {sizes}"
+                    Reason.BATCH_LOST,
+                    f"{operator_at(node)} has sizes in a part of the batch that do not follow "
+                    f"from the part's share: {sizes}",
                 )
 
 

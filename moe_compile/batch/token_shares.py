@@ -134,7 +134,8 @@ def check_share(
     assert found.chosen is not None
     if flat(tracker.dims(found.chosen)[0]) != flat([share.factor]):
         raise Lost(
-            f"{operator_at(found.chosen)} is not followed to the tokens of {split.region.name}"
+            f"the rows of {operator_at(found.chosen)} are not matched to the tokens of "
+            f"{split.region.name}"
         )
     todo, seen = [found.tokens, found.chosen, *found.factors], set[fx.Node]()
     todo += [found.sums.weights] if found.sums.weights is not None else []

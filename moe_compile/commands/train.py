@@ -151,7 +151,9 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
 
 def _ranks(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; write 1 or more")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid number of ranks; write 1 or more"
+        )
     return int(text)
 
 

@@ -46,9 +46,9 @@ _BATCH: Final = {
     "function, or leave batch_parts at 1",
     Reason.BATCH_CAPACITY: "exchange as many rows as experts are chosen by, or leave batch_parts "
     "at 1 and split the batch outside of the compiled function",
-    Reason.BATCH_TOO_SMALL: "set megamoe.batch_parts to no more than the sequences of a step, "
-    "to no more than half of them where their number is marked as dynamic; a last batch that is "
-    "smaller the data loader leaves out: DataLoader(drop_last=True)",
+    Reason.BATCH_TOO_SMALL: "set megamoe.batch_parts to at most the number of sequences in a step, "
+    "or to half of it if that number is marked as dynamic; the data loader drops a smaller last "
+    "batch with DataLoader(drop_last=True)",
 }
 _EXCHANGES: Final = {
     Reason.NO_COMBINE: "send the rows back by an all-to-all with the same two split lists, swapped"

@@ -176,10 +176,12 @@ def print_part_shares(rows: Sequence[PartShares], cluster: str, console: Console
         table.add_row(row.model, row.way, row.products, link, *figures)
     console.print(table)
     console.print(
-        f"{NOTE} One layer, forward and backward, in % of the same with free collectives; as many "
-        "sequences a rank as parts; megamoe's own operators are priced. blocks: layers scheduled "
-        "as one. link: collectives over compute. limit: of the last, what no order of the same "
-        "kernels exceeds. packed apart: the last, were rows packed by kernels of their own."
+        f"{NOTE} Figures are of one layer, forward and backward, in % of the same layer with free "
+        "collectives. Each rank has as many sequences as parts. The cost of megamoe's own "
+        "operators is included. blocks: so many layers are scheduled as one. link: time of "
+        "collectives, in % of compute. limit: the most that any order of the same kernels as in "
+        "the column before it can reach. packed apart: that column, if kernels of their own "
+        "packed the rows."
     )
 
 

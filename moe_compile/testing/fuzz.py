@@ -133,7 +133,9 @@ def _collect(
             return
     sys.stderr.write("\n")
     if failed := [status for w in workers if (status := w.wait())]:
-        raise RuntimeError(f"workers ended with {failed}: their traceback stands above")
+        raise RuntimeError(
+            f"workers failed with exit status {failed}: their tracebacks are printed above"
+        )
 
 
 def _pass_on(worker: subprocess.Popen[str], lines: SimpleQueue[str]) -> None:
