@@ -239,7 +239,7 @@ def test_the_table_and_the_lines_have_what_was_measured(tmp_path):
     assert says_where(section).endswith("1.41 of 1.46 ms exposed, predicted 0.45 of 0.50")
     lines = list(constants(section))
     assert lines[0].startswith(
-        "link ep: latency 7 us, of the profile 10; 0.332 GB/s, of the profile 1"
+        "link ep: latency 10 us, of the profile 10; 0.333 GB/s, of the profile 1"
     )
     assert any("takes 1.20 (1.10 to 1.30) of the time of equal compute alone" in x for x in lines)
     assert any("under the profiler 1200.0" in x for x in lines)
