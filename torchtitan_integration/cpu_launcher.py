@@ -210,7 +210,7 @@ def cpu_trainer() -> type[Any]:
         def train_step(self, batches: Any) -> None:
             """Train one step, within `train` as one of the profiler's."""
             if self._is_profiled and self._profiler is None:
-                self._profiler = _profiler(self.job_config, self.step - 1)
+                self._profiler = cpu_profiler(self.job_config, self.step - 1)
                 self._profiler.start()
             super().train_step(batches)
             if self._profiler is not None:
@@ -219,7 +219,7 @@ def cpu_trainer() -> type[Any]:
     return CpuTrainer
 
 
-def _profiler(job: Any, num_steps_before: int) -> torch.profiler.profile:
+def cpu_profiler(job: Any, num_steps_before: int) -> torch.profiler.profile:
     """Return a profiler with torchtitan's schedule, whose traces lie where torchtitan's would."""
     asked = job.profiling
     folder = Path(job.job.dump_folder, asked.save_traces_folder)

@@ -38,7 +38,10 @@ BACKEND: Final = "emulated"
 
 @dataclass(frozen=True, slots=True)
 class LinkEvent:
-    """One thing the main thread did at the link; `kind` is "launch", "wait" or "resume"."""
+    """One thing the main thread did at the link: `kind` is "launch", "wait" or "resume".
+
+    Of kind "end" the time is when the model ends the exchange.
+    """
 
     kind: str
     ordinal: int
@@ -78,7 +81,10 @@ class Wire:
 
     def end_of(self, ordinal: int) -> float:
         """Return when an exchange ends."""
-        return self._ends.of(ordinal, self.rate, self.traffic)
+        end = self._ends.of(ordinal, self.rate, self.traffic)
+        if self.events is not None:
+            self.events.append(LinkEvent("end", ordinal, end))
+        return end
 
 
 @dataclass(slots=True)

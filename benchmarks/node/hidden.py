@@ -4,9 +4,9 @@ One layer in one chunk, in chunks, in two hops and in parts of the batch, beside
 Inductor with its own reordering of collectives.
 
 Contract
-    Exposed is what an NCCL kernel takes while no other kernel runs, hidden the rest of it, of this
-    rank's step, forward and backward; the worst rank counts. A trace without NCCL kernels fails: on
-    a GPU. On a processor nothing is measured but the steps, and that is said.
+    Exposed is the time of collectives while nothing is computed, hidden the rest of it, of this
+    rank's step, forward and backward (`moe_compile/check/profiler_trace.py`); the worst rank tells.
+    A trace without collectives fails on a GPU. On a processor these are times of gloo's threads.
     Steps of all variants are timed in turn at the end. Results are within the variant's error of
     eager ones.
 """
@@ -147,8 +147,10 @@ def judge_variant(
     record.expect(not wrong, variant.name, why)
     total = worst.get("exposed_ms", 0.0) + worst.get("hidden_ms", 0.0)
     if device == "cuda":
-        record.expect(total > 0.0, variant.name, "the trace has no kernel of NCCL")
-    told = f"{worst['exposed_ms']:.2f} ms exposed of {total:.2f}" if total else "no GPU to trace"
+        record.expect(total > 0.0, variant.name, "the trace has no collective")
+    told = (
+        f"{worst['exposed_ms']:.2f} ms exposed of {total:.2f}" if total else "no collective traced"
+    )
     say(f"hidden: {variant.name}: {told}; predicted {worst['predicted'] or 'nothing'}")
 
 

@@ -50,6 +50,7 @@ LAUNCH: Final = re.compile(r"^_c10d_functional::(?!wait_tensor|_wrap)")
 WAIT: Final = re.compile(r"^_c10d_functional::wait_tensors?$")
 POST: Final = re.compile(r"^c10d::")
 """Operators of process groups, which launches call, and torch's own code."""
+CALL: Final = re.compile(f"{LAUNCH.pattern}|{POST.pattern}")
 GRAPH: Final = "megamoe::record_launches"
 """What a compiled graph with collectives calls first (`runtime/launch_records.py`)."""
 KINDS: Final = (
@@ -225,7 +226,7 @@ def _of_processor(events: Sequence[Event], launches: list[Launch]) -> ProfilerTr
     operators = [e for e in events if e.get("cat") == "cpu_op"]
     noted = [e for e in events if BY_A_PROCESSOR.match(str(e["name"]))]
     collectives = _posted(noted, operators, launches)
-    threads = {e["tid"] for e in operators if POST.match(str(e["name"]))}
+    threads = {e["tid"] for e in operators if CALL.match(str(e["name"]))}
     own = [e for e in operators if e["tid"] in threads]
     whole = (_begin(events[0]), max(map(_end, events))) if events else (0.0, 0.0)
     idle = list(without(whole, union(map(_span, own))))
@@ -255,9 +256,7 @@ def _posted(
     for number, event in enumerate(noted):
         open_ones.setdefault(kind_of(str(event["name"])), []).append(number)
     owner: dict[int, Launch | None] = {}
-    for post in operators:
-        if not POST.match(str(post["name"])):
-            continue
+    for post in _posts(operators, launches, begins):
         kind = kind_of(str(post["name"]))
         left = open_ones.get(INSTEAD.get(kind, kind), [])
         while left and _begin(noted[left[0]]) < _begin(post):
@@ -270,6 +269,24 @@ def _posted(
     return [
         Collective(begin=_begin(e), end=_end(e), launch=owner.get(i)) for i, e in enumerate(noted)
     ]
+
+
+def _posts(
+    operators: Sequence[Event], launches: Sequence[Launch], begins: Sequence[float]
+) -> Iterator[Event]:
+    """Yield the calls that post a collective: those of groups, or a launch that shows none.
+
+    A process group written in Python shows no operator of its own.
+    """
+    calls = [e for e in operators if POST.match(str(e["name"]))]
+    showing = {id(_enclosing(launches, begins, _begin(call))) for call in calls}
+    for event in operators:
+        name = str(event["name"])
+        shows_none = LAUNCH.match(name) and (
+            id(_enclosing(launches, begins, _begin(event))) not in showing
+        )
+        if shows_none or POST.match(name):
+            yield event
 
 
 def _input(event: Event) -> str:

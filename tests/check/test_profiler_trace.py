@@ -130,6 +130,16 @@ def test_of_collectives_of_one_kind_that_pass_one_another_sizes_say_which_is_whi
     assert [c.launch is not None for c in trace.collectives] == [False, True]
 
 
+def test_a_group_written_in_python_shows_no_operator_and_its_launch_is_known():
+    trace = traced(
+        event(LAUNCH, 0, 10, **{"Input Dims": [[4], []]}),
+        event("gloo:all_to_all", 20, 60, "user_annotation", 2, **{"Input Dims": [[4]]}),
+        event(WAIT, 50, 40),
+    )
+    assert trace.collectives[0].launch.operator == LAUNCH
+    assert measure(trace) == {"hidden_ms": 0.03, "exposed_ms": 0.03}
+
+
 def test_a_trace_without_collectives_measures_nothing(tmp_path):
     with torch.profiler.profile() as profile:
         torch.ones(8, 8) @ torch.ones(8, 8)

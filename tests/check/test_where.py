@@ -1,6 +1,9 @@
 """Collectives of a trace beside those of a report, and what explains their differences."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from moe_compile.check.contention import Pieces
 from moe_compile.check.explained_errors import (
@@ -19,6 +22,9 @@ from moe_compile.check.explained_errors import (
 )
 from moe_compile.check.matched_collectives import Window, match
 from moe_compile.check.profiler_trace import GRAPH, trace_of
+from moe_compile.check.sections import Record, read_section
+from moe_compile.check.where import Found, judge_contention, judge_window
+from moe_compile.check.where_table import constants, says_where, table_of_where
 from moe_compile.hardware.links import Link
 from moe_compile.schedule.kept_timelines import keep_timeline
 from moe_compile.schedule.timeline_data import AFTER, packed
@@ -205,3 +211,47 @@ def test_compute_beside_a_collective_is_compared_with_equal_compute_alone():
     assert pieces.ratios() == [1.5]  # the addition never ran alone
     pieces.add(trace, only_alone=True)
     assert pieces.ratios() == [1.5]
+
+
+def found(*works, nothing="", **more):
+    totals = {"hidden_ms": 1.0, "exposed_ms": 2.0}
+    seen = window(*works, **more) if works else Window(faults=["2 runs in the trace, and 1 ran"])
+    return Found(window=seen, totals=totals, step_s=1.0, profiled_step_s=1.2, nothing=nothing)
+
+
+def judged(tmp_path, *ranks):
+    record = Record(path=tmp_path / "where.json", deadline=1e12)
+    judge_window("cpu", record, [*ranks])
+    judge_contention(record, [[1.1] * 5, [1.3] * 5])
+    return read_section(tmp_path, "where")
+
+
+def test_the_table_and_the_lines_have_what_was_measured(tmp_path):
+    section = judged(tmp_path, found([(10, 280, 60), (300, 1180, 300)]))
+    assert section["failures"] == []
+    console = Console(width=132, record=True, file=io.StringIO())
+    console.print(table_of_where(section))
+    said = console.export_text()
+    assert "forward at m.py:1" in said and "2 all_to_all m.py:1" in said
+    (line,) = [line for line in said.splitlines() if "2 all_to_all m.py:1" in line]
+    assert line.split()[3:10] == ["0.40", "0.00", "0.40", "1.18", "0.00", "1.18", "+0.78"]
+    assert line.rstrip().endswith(BANDWIDTH)
+    assert says_where(section).endswith("1.41 of 1.46 ms exposed, predicted 0.45 of 0.50")
+    lines = list(constants(section))
+    assert lines[0].startswith(
+        "link ep: latency 10 us, of the profile 10; 0.333 GB/s, of the profile 1"
+    )
+    assert any("takes 1.20 (1.10 to 1.30) of the time of equal compute alone" in x for x in lines)
+    assert any("under the profiler 1200.0" in x for x in lines)
+    assert "threads of gloo" in lines[-1]
+
+
+def test_a_job_in_which_nothing_was_rewritten_fails(tmp_path):
+    section = judged(tmp_path, found(nothing="no region"))
+    assert "no region" in section["failures"][0]["why"]
+
+
+def test_traces_in_which_no_collective_is_found_fail_and_say_why(tmp_path):
+    section = judged(tmp_path, found())
+    assert "2 runs in the trace" in section["failures"][0]["why"]
+    assert section["warnings"] == ["rank 0: 2 runs in the trace, and 1 ran"]

@@ -2,9 +2,13 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torchtitan.config import Profiling
 
+from torchtitan_integration.cpu_launcher import cpu_profiler
 from torchtitan_integration.metrics import ProfileWindow
 
 
@@ -30,3 +34,17 @@ def test_a_new_trace_is_read_beside_training_and_an_old_one_never(tmp_path, brok
         time.sleep(0.05)
     assert found == ({} if broken else {"hidden_ms": 0.0, "exposed_ms": 5.0})
     window.close()
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_cpu_is_profiled_in_torchtitans_steps_into_torchtitans_files(tmp_path):
+    asked = Profiling(profile_freq=3, profiler_warmup=1, profiler_active=1)
+    job = SimpleNamespace(profiling=asked, job=SimpleNamespace(dump_folder=str(tmp_path)))
+    with cpu_profiler(job, 3) as profiler:  # resumed at step 3
+        for _ in range(4):
+            torch.ones(4, 4) @ torch.ones(4, 4)
+            profiler.step()
+    (path,) = tmp_path.rglob("*.*")
+    assert path == tmp_path / "profile_traces" / "iteration_6" / "rank0_trace.json"
+    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+    assert names.count("aten::mm") == 1
