@@ -48,9 +48,11 @@ class MeasureWaits(GraphPass):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Replace the operator of the first wait for each collective."""
-        reason, detail = _why_not(state)
-        if reason is not None:
-            left = Verdict(candidate="graph", reason=reason, detail=detail, option=OPTION)
+        if not state.config.measure_waits:
+            return PassReport(pass_name=self.name)
+        if detail := _what_lacks(state):
+            why = Reason.NO_MEANS
+            left = Verdict(candidate="graph", reason=why, detail=detail, option=OPTION)
             return PassReport(pass_name=self.name, skipped=(left,))
         phase = "backward" if state.is_backward else "forward"
         waits = _first_waits(graph)
@@ -70,15 +72,13 @@ def _first_waits(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return waits
 
 
-def _why_not(state: CompileState) -> tuple[Reason | None, str]:
-    if not state.config.measure_waits:
-        return Reason.NOT_ASKED, ""
-    if state.config.codegen == "inductor":
-        if inductor_config.cpp_wrapper:
-            return Reason.NO_MEANS, "Inductor's cpp_wrapper is on"
-        if not write_measured_waits():
-            return Reason.NO_MEANS, "Inductor's node of a wait is not as expected"
-    return None, ""
+def _what_lacks(state: CompileState) -> str:
+    """Return what keeps Inductor from writing our waits, "" where nothing does."""
+    if state.config.codegen != "inductor":
+        return ""
+    if inductor_config.cpp_wrapper:
+        return "Inductor's cpp_wrapper is on"
+    return "" if write_measured_waits() else "Inductor's node of a wait is not as expected"
 
 
 @functools.cache
