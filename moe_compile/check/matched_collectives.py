@@ -100,6 +100,7 @@ def match(
     for record, begin, end in zip(records, trace.graphs, ends, strict=True):
         title = title_of[id(record)]
         plan = plans[title]
+        places = _next_numbers(plan, numbers)
         first = bisect_left(begins, begin)
         launches = [x for x in trace.launches[first : first + len(plan.launches)] if x.begin < end]
         if fault := _fault(plan, launches):
@@ -108,10 +109,21 @@ def match(
         found = [ran.get(id(launch)) for launch in launches]
         if None in found:
             window.faults.append(f"{title}: {found.count(None)} launches began no collective")
-        _add_run(window, title, plan, [(x, c) for x, c in zip(launches, found, strict=True)],
-                 trace, numbers)  # fmt: skip
+        _add_run(window, title, plan, places, list(zip(launches, found, strict=True)), trace)
     window.faults = list(dict.fromkeys(window.faults))
     return window
+
+
+def _next_numbers(plan: _Plan, numbers: dict[str, int]) -> list[int]:
+    """Return the number of each launch of a run among those of its group, which `numbers` count.
+
+    A run that is left out counts too: on other ranks it may not be.
+    """
+    places = []
+    for one in plan.launches:
+        numbers[one.group] = numbers.get(one.group, 0) + 1
+        places.append(numbers[one.group])
+    return places
 
 
 def _titles(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -194,27 +206,26 @@ def _add_run(
     window: Window,
     title: str,
     plan: _Plan,
+    places: Sequence[int],
     found: Sequence[tuple[Launch, Collective | None]],
     trace: ProfilerTrace,
-    numbers: dict[str, int],
 ) -> None:
-    """Add one run of a graph; `numbers` count the collectives of each group."""
+    """Add one run of a graph, its collectives numbered in their groups by `places`."""
     free: dict[str, float] = {}
-    for place, (planned, (launch, one)) in enumerate(zip(plan.launches, found, strict=True), 1):
-        group = planned.group
-        numbers[group] = numbers.get(group, 0) + 1
+    for number, (planned, (launch, one)) in enumerate(zip(plan.launches, found, strict=True), 1):
         if one is None:
             continue
+        group = planned.group
         if trace.is_gpu:
             late_us = _host_was_late(one, trace)
         else:
             late_us = max(0.0, one.begin - max(launch.begin, free.get(group, launch.begin)))
         free[group] = max(one.end, free.get(group, one.end))
-        window.planned.setdefault((title, place), planned)
-        window.seen.setdefault((title, place), []).append(
+        window.planned.setdefault((title, number), planned)
+        window.seen.setdefault((title, number), []).append(
             Seen(
                 group=group,
-                number=numbers[group],
+                number=places[number - 1],
                 total_us=one.end - one.begin,
                 hidden_us=trace.hidden_us(one),
                 late_us=late_us,

@@ -146,6 +146,14 @@ def test_a_run_with_other_launches_than_the_reports_is_left_out_and_said():
     )
 
 
+def test_a_run_that_is_left_out_on_one_rank_shifts_no_number_of_those_after_it():
+    works = [(10, 100, 60), (110, 400, 110)]
+    record, other = planned(), planned((EXCHANGE, GATHER))
+    theirs, ours = window(works, works), window(works, works, records=[other, record])
+    assert [one.number for one in theirs.seen["forward at m.py:1 in f", 1]] == [1, 3]
+    assert [one.number for one in ours.seen["forward at m.py:1 in f (2)", 1]] == [3]
+
+
 def test_variants_that_generated_code_calls_are_the_same_collective():
     events = run_of(0, [(10, 100, 60), (110, 400, 110)])
     for e in events:
