@@ -62,10 +62,10 @@ def write_profile(
     for link in table.get("link", []) if beside else ():
         if "contention" in link:  # measured, in place of what follows from them
             link.pop(CTAS, None)
-    path = out / FILE
-    path.write_text(dump_sourced(table))
-    load_profile(str(path))
-    return path
+    written = out / FILE
+    written.write_text(dump_sourced(table))
+    load_profile(str(written))
+    return written
 
 
 def _numbers(
