@@ -83,7 +83,7 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
         if name == "same" and section.get("failures"):
             said += [f"{name}: {line}" for line in sentences(section.get("culprit", {}))]
             said.append(f"{name}: {MORE}")
-    if summary["device"] == "cpu" and {"faster", "better"} & {*summary["sections"]}:
+    if summary["device"] == "cpu" and {"faster", "better", "hardware"} & {*summary["sections"]}:
         said.append(f"note: {NO_LINK}")
     if summary["layers"]:
         said.append(
