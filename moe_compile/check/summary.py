@@ -86,7 +86,8 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
         if name == "same" and section.get("failures"):
             said += [f"{name}: {line}" for line in sentences(section.get("culprit", {}))]
             said.append(f"{name}: {MORE}")
-    if summary["device"] == "cpu" and {"faster", "where", "better"} & {*summary["sections"]}:
+    timed = {"faster", "where", "better", "hardware"}
+    if summary["device"] == "cpu" and timed & {*summary["sections"]}:
         said.append(f"note: {NO_LINK}")
     if summary["layers"]:
         said.append(

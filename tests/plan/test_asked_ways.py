@@ -117,3 +117,21 @@ def test_an_exchange_whose_rows_must_not_be_rounded_keeps_its_own(option):
 def test_sums_in_parts_and_rows_in_eight_bits_change_bits(changes, is_lossy):
     work = RegionWork(forward=(), num_ranks=2, num_parts=4, row_bytes=1.0)
     assert Candidate(**changes).is_lossy(work) is is_lossy
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({"chunk_by": "heads", "num_chunks": 2}, {"attention_chunks": 2}),
+        ({"num_chunks": 4}, {"chunks": 4}),
+        ({"num_chunks": 4, "chunk_edges": "load"}, {"chunks": 4, "chunk_edges": "load"}),
+        ({"nodes": "exact", "hop_slices": 2}, {"nodes": "exact", "hop_slices": 2}),
+        ({"dispatch": "all_gather"}, {"dispatch": "all_gather"}),
+        ({"dispatch_wire": "fp8"}, {"dispatch_wire": "fp8"}),
+    ],
+)
+def test_the_options_of_a_candidate_make_a_configuration_that_asks_for_it(changes, options):
+    told = Candidate(**changes).options
+    config = MegaMoEConfig(**told)
+    assert {name: getattr(config, name) for name in options} == options
+    assert "hop_slices" in told or config.hop_slices == "auto"

@@ -143,3 +143,4 @@ def test_advice_is_what_was_not_allowed_and_is_faster_by_more_than_one_percent()
     assert (decision.chosen.candidate, decision.why) == (WHOLE, Why.MEMORY)
     assert decision.runner_up.candidate == CHUNKS
     assert [way.candidate for way in decision.advice] == [BOTH, DISPATCH]
+    assert [way.candidate for way in decision.ranked] == [CHUNKS, WHOLE]  # allowed, fastest first
