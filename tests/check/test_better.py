@@ -267,6 +267,7 @@ def race_a_step(rank, folder):
     return None if record is None else record.data
 
 
+@pytest.mark.slow
 def test_candidates_of_the_planner_are_predicted_and_raced_on_all_ranks(two_ranks, tmp_path):
     found, _ = two_ranks.run(race_a_step, str(tmp_path))
     assert found["failures"] == []

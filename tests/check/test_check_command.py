@@ -45,7 +45,7 @@ def test_a_correct_job_has_the_bits_of_the_program_as_written_and_is_not_run_aga
     assert [row["found"] for row in rows.values()] == ["the same bit for bit"] * 3
     assert rows["megamoe, node by node"]["regions"] == ["2 regions chunked"]
     assert "rewrite_regions" in rows["megamoe, node by node"]["passes"]
-    assert "only the model's first 2 layers ran" in said and "faster is left out" in said
+    assert "only the model's first 2 layers ran" in said and "faster and where are left out" in said
     status, said = check(tmp_path, *SMALL, *NODE_BY_NODE)
     assert status == 0 and "same: passed before" in said
 

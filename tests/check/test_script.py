@@ -38,6 +38,7 @@ def check(folder, *words, name="check", launcher=("-m", "moe_compile.cli")):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page_has_the_bits_of_the_program_as_written(tmp_path):
     status, said = check(tmp_path, "--nproc=2", "--steps=2", "--megamoe.codegen=fx")
     assert status == 0, said
