@@ -345,7 +345,7 @@ def check_chunk_by(chunk_by: str, slices: object, edges: str) -> None:
     if slices not in ("auto", 1) and chunk_by == "tokens":
         raise InvalidConfig(
             f'megamoe.hop_slices is {slices}, with chunk_by = "tokens"; leave out chunk_by: '
-            "megamoe.chunks then cuts the experts, and hop_slices hop 1"
+            "megamoe.chunks then splits the experts, and hop_slices splits hop 1"
         )
 
 
