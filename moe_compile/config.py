@@ -35,9 +35,10 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
 """Values of options that ask for no rewrite, the one that leaves the model as it is first."""
 
 TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {"attention": ("auto", "tensor", "ulysses")}
-"""How attention is divided over ranks; for the `[megamoe]` table of a TOML job alone. "tensor": by
-heads, each rank its heads of the whole sequence (tensor parallelism). "ulysses": by sequence, which
-is exchanged for heads around attention (context parallelism). "auto": as the job's degrees say."""
+"""How attention is divided over ranks. This option works only in the `[megamoe]` table of a TOML
+job. "tensor": by heads, so that each rank computes its heads for the whole sequence (tensor
+parallelism). "ulysses": by sequence; exchanges around attention trade parts of the sequence for
+heads (context parallelism). "auto": as the job's degrees of parallelism say."""
 
 KINDS: Final[Mapping[object, tuple[type, str]]] = {
     bool: (bool, "true or false"),
@@ -57,110 +58,119 @@ class MegaMoEConfig:
 
     chunks: int | str = "auto"
     """Number of chunks each MoE region runs in; by experts, at most the number of local experts.
-    "auto" takes what is predicted to be fastest (docs/planner.md) where `equal_tokens` is promised
-    and sizes are static, else min(2, local experts)."""
+    "auto" takes the number that is predicted to be fastest (docs/planner.md) if `equal_tokens` is
+    set and sizes are static, else min(2, local experts)."""
     chunk_by: Literal["auto", "experts", "tokens"] = "auto"
     """What a region is divided by. "experts" is exact. "tokens" gives every chunk a share of each
-    expert's rows, for ranks with few local experts: weight gradients are then summed over
-    chunks, and in float32 and float64 outputs round differently too
-    (docs/wire.md#chunks-of-tokens). "auto": experts; where `chunks` is "auto" and `numerics`
-    "bounded" or "lossy", either, by price."""
+    expert's rows, for ranks with few local experts: weight gradients are then summed over chunks,
+    and in float32 and float64 outputs round differently too (docs/wire.md#chunks-of-tokens).
+    "auto": by experts; if `chunks` is "auto" and `numerics` is "bounded" or "lossy", the faster of
+    the two by predicted time."""
     chunk_edges: Literal["even", "load", "auto"] = "even"
-    """Where chunks of experts begin and end. "even": as many experts in each. "load": about as many
-    rows, by the counts of every step; no bit changes, and one small all-gather of counts is added.
-    "auto": by price under `routing_skew` (docs/planner.md#uneven-routing-and-chunks-by-load)."""
+    """Where chunks of experts begin and end. "even": every chunk has the same number of experts.
+    "load": every chunk has about the same number of rows, by the counts of every step; no bit
+    changes, and one small all-gather of counts is added. "auto": by predicted time under
+    `routing_skew` (docs/planner.md#uneven-routing-and-chunks-by-load)."""
     routing_skew: float = 0.0
     """The routing imbalance that prices of chunks assume (docs/planner.md#a-stated-skew): the
-    exponent s of a Zipf law, the i-th by popularity in proportion to i ** -s. 0: even routing."""
+    exponent s of a Zipf law, by which the i-th most popular expert gets rows in proportion to i **
+    -s. 0: even routing."""
     batch_parts: int | str = 1
     """Number of parts of the batch that a graph runs in (docs/batch.md): attention and experts of
-    one part run while rows of another travel. A parameter's gradient is the sum over parts, as
-    gradient accumulation over them makes it. At most the number of sequences. "auto": 1, 2 or 4 by
-    price, together with the number of chunks, where `numerics` is "bounded" or "lossy"
-    (docs/batch.md#what-auto-does)."""
+    one part run while rows of another travel. A parameter's gradient is the sum over parts, as in
+    gradient accumulation over the parts. The value is at most the number of sequences. "auto": 1, 2
+    or 4 by predicted time, chosen together with the number of chunks, if `numerics` is "bounded" or
+    "lossy" (docs/batch.md#what-auto-does)."""
     blocks_per_graph: int = 1
-    """In torchtitan jobs: how many transformer blocks that follow one another are compiled as one
-    graph, in which `batch_parts` has more to run while rows travel
-    (docs/torchtitan.md#several-blocks-in-a-graph). What is left over at the end of a pipeline stage
-    is a shorter graph."""
+    """In torchtitan jobs: how many consecutive transformer blocks are compiled as one graph, so
+    that `batch_parts` has more compute to run while rows travel
+    (docs/torchtitan.md#several-blocks-in-a-graph). Blocks left over at the end of a pipeline stage
+    form a shorter graph."""
     attention_chunks: int | str = 1
     """Number of groups of heads that attention between exchanges runs in (docs/attention.md); it
-    must divide the local KV heads. "auto": by price where `equal_tokens` is promised, else 2 where
-    2 divides the local KV heads, else 1. Where groups may round differently
-    (docs/attention.md#groups-of-heads) it is 1, unless `numerics` is "lossy". The default is 1: no
-    measurement on several GPUs says yet that more are faster."""
+    must divide the local KV heads. "auto": by predicted time if `equal_tokens` is set, else 2 if 2
+    divides the local KV heads, else 1. If groups may round differently
+    (docs/attention.md#groups-of-heads), "auto" takes 1 unless `numerics` is "lossy". The default is
+    1, since no measurement on several GPUs shows yet that more groups are faster."""
     dispatch_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
-    """Communication dtype of the dispatch (docs/wire.md). "same": that of the model. "fp8": e4m3
-    with scales, for rows and their gradients. "fp8_forward": rows only, gradients as the model has
-    them. "auto": "fp8" where it is predicted to pay, `equal_tokens` is promised and `numerics` is
-    "lossy"."""
+    """Communication dtype of the dispatch (docs/wire.md). "same": the dtype of the model. "fp8":
+    e4m3 with scales, for rows and their gradients. "fp8_forward": e4m3 for rows only; gradients
+    keep the dtype of the model. "auto": "fp8" if it is predicted to be faster, `equal_tokens` is
+    set and `numerics` is "lossy"."""
     combine_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
-    """Communication dtype of the combine, with the same values."""
+    """Communication dtype of the combine, with the values of `dispatch_wire`."""
     numerics: Literal["exact", "bounded", "lossy"] = "exact"
-    """What "auto" may choose from. "exact": the same operators on the same rows in the same order.
-    Where a kernel's result for a row depends on where the row lies, last bits may differ: on CPUs
-    that is so for rows that do not fill vectors (docs/numerics.md). "bounded": also sums in another
-    order, by a bound that the report states. "lossy": everything. An option with a value other
-    than "auto" is obeyed whatever `numerics` says. One exception: chunks of experts that share a
-    parameter, or that sort rows by a sort that is not stable, need "bounded" (docs/limits.md).
-    With "bounded" sums per token are one kernel (docs/wire.md#sums-per-token)."""
+    """Which rewrites "auto" may choose. "exact": only rewrites that run the same operators on the
+    same rows in the same order. Some kernels round a row differently depending on its address in
+    memory, so that last bits may differ: on CPUs these are kernels on rows that do not fill vectors
+    (docs/numerics.md). "bounded": also rewrites that sum in another order, with a bound that the
+    report states. "lossy": all rewrites. An option with a value other than "auto" is applied
+    whatever `numerics` says. There is one exception: chunks of experts that share a parameter, or
+    that sort rows by a sort that is not stable, need "bounded" (docs/limits.md). With "bounded",
+    one kernel computes the sums per token (docs/wire.md#sums-per-token)."""
     dispatch: Literal["all_to_all", "all_gather", "auto"] = "all_to_all"
     """The collectives that move tokens to experts and back (docs/dispatch.md). "all_gather" sends
-    tokens in place of rows, and a reduce-scatter brings their sums back: sums of more than two
-    rows round differently, and so do weighted sums with their gradients. It needs `equal_tokens`.
-    "auto": by price where sizes are static, among what `numerics` allows; else all-gather where a
-    token has more than 0.75 n rows on n ranks and no bit changes."""
+    tokens in place of rows, and a reduce-scatter brings their sums back: sums of more than two rows
+    round differently, and so do weighted sums with their gradients. "all_gather" needs
+    `equal_tokens`. "auto": by predicted time among the values that `numerics` allows, if sizes are
+    static; else "all_gather" if a token has more than 0.75 n rows on n ranks and no bit changes."""
     nodes: Literal["off", "exact", "rounded", "auto"] = "off"
-    """Whether a token crosses to a node once, not once for each of its experts there
-    (docs/nodes.md). "exact": exchanges that only copy tokens, the dispatch and the gradients of the
-    combine, go in two hops; no bit changes. "rounded": exchanges whose rows are summed per token
-    too, which adds rows up on each node first, then at home, by a bound that the report states.
-    Both need `register_node_groups`, which the torchtitan recipe calls. `chunks` cuts hop 2 and the
-    experts; with `chunk_by` = "tokens" a number cuts hop 1 alone. No bit changes by either. "auto":
-    "off", "exact" or "rounded" by price, as `numerics` allows, together with wires that are
-    "auto"."""
+    """Whether a token is sent to each node only once, instead of once for each of its experts on
+    that node (docs/nodes.md). "exact": exchanges that only copy tokens (the dispatch, and the
+    gradients of the combine) go in two hops; no bit changes. "rounded": exchanges whose rows are
+    summed per token go in two hops too; their rows are summed first on each node and then on the
+    token's own rank, with a bound that the report states. Both values need `register_node_groups`,
+    which the torchtitan recipe calls. `chunks` splits hop 2 and the experts; with `chunk_by` =
+    "tokens" a number of chunks splits hop 1 only. Neither split changes a bit. "auto": "off",
+    "exact" or "rounded" by predicted time, as `numerics` allows, chosen together with wire options
+    that are "auto"."""
     hop_slices: int | str = "auto"
-    """Two hops only: hop 1 is sent in this many slices of tokens, while `chunks` cuts hop 2, the
-    experts and the way home (docs/nodes.md); no bit changes. "auto" is by price, as of `chunks`,
-    else one. Not with `chunk_by` = "tokens", where `chunks` is that number."""
+    """For two hops only: hop 1 is sent in this many slices of tokens, while `chunks` splits hop 2,
+    the experts and the way back (docs/nodes.md); no bit changes. "auto" chooses by predicted time
+    under the conditions of `chunks`, else it takes one slice. It cannot be set with `chunk_by` =
+    "tokens", where `chunks` is the number of slices."""
     node_ranks: int = 0
-    """In torchtitan jobs: how many ranks share a node, for `nodes`. 0: those of a machine."""
+    """In torchtitan jobs: how many ranks share a node, for the option `nodes`. 0: all ranks of a
+    machine."""
     equal_tokens: bool = False
-    """You assert that in every step all ranks have the same number of tokens. If ranks differ when
-    code with static shapes first runs, all run it as written; if one differs later, the job ends
-    with the reason; with symbolic shapes collectives fail or hang. Without it no tokens are
-    all-gathered, nothing is chosen by price, and only exchanges of one region, one after another,
-    may change places."""
+    """You assert that all ranks have the same number of tokens in every step. If ranks differ when
+    code with static shapes first runs, all ranks run that code unchanged. If one rank differs
+    later, the job ends with the reason. With symbolic shapes, collectives fail or hang if ranks
+    differ. Without `equal_tokens` no tokens are all-gathered, nothing is chosen by predicted time,
+    and only consecutive exchanges of one region may be reordered."""
     schedule: bool = True
     """Reorder launches, waits and compute so that collectives run under compute."""
     recompute: Literal["model", "save_exchanges", "recompute_exchanges"] = "save_exchanges"
     """What activation checkpointing does with exchanges: follow the model's own policy, save what
-    they received, or exchange again in the backward pass. Without `equal_tokens` they are saved in
-    any case: what a rank without tokens computes again is less than others wait for."""
+    they received, or exchange again in the backward pass. Without `equal_tokens` the received rows
+    are always saved: a rank without tokens may recompute fewer exchanges than other ranks wait
+    for."""
     transport: str = "functional"
-    """What carries the rows of dispatch and combine: "functional", torch's collectives, or the name
+    """What carries the rows of dispatch and combine: "functional" (torch's collectives) or the name
     of a transport that another package adds (docs/extend.md)."""
     gradient_wire: Literal["same", "bf16_fp32_sum"] = "same"
     """Communication dtype of float32 gradients when they are reduced over ranks. "bf16_fp32_sum":
-    each rank's part is rounded once to bfloat16, exchanged, and summed in float32: half the bytes
-    (docs/torchtitan.md#gradients-in-half-the-bytes)."""
+    each rank's part is rounded once to bfloat16, exchanged, and summed in float32, which sends half
+    the bytes (docs/torchtitan.md#gradients-in-half-the-bytes)."""
     max_memory_increase: float = 0.30
     """How much scheduling may raise the peak of a graph's live bytes, as a fraction of
-    `step_peak_bytes`, or of that peak where it is larger."""
+    `step_peak_bytes`, or of the graph's own peak if that is larger."""
     step_peak_bytes: int = 0
     """Peak memory of a whole training step in bytes (parameters, gradients, optimizer, saved
-    activations, NCCL's buffers); 0 where it is not known. The torchtitan recipe fills in what it
-    knows of it: all of these but the saved activations."""
+    activations, NCCL's buffers); 0 if it is not known. The torchtitan recipe sets it to the sum of
+    all of these except saved activations."""
     hardware: str = "detect"
-    """The profile that time estimates use. "detect" asks NVML, and warns where the profile of
-    another GPU stands in (docs/cluster.md#profiles). Others are the name of a profile (h100, h200,
-    h800, h20, b200, gb200, a100, cpu, or one that a package adds) or the path of a TOML file."""
+    """The profile that time estimates use. "detect" asks NVML which GPU this is, and warns if it
+    uses the profile of another GPU (docs/cluster.md#profiles). Other values are the name of a
+    profile (h100, h200, h800, h20, b200, gb200, a100, cpu, or one that a package adds) or the path
+    of a TOML file."""
     measure_waits: bool = False
-    """Measure how long each collective is waited for (docs/waits.md). `megamoe train` shows the
-    times beside those predicted; elsewhere `moe_compile.measured_waits()` returns them. No bit, no
-    order and no memory changes."""
+    """Measure how long each collective is waited for (docs/waits.md). `megamoe train` shows
+    measured and predicted times side by side; elsewhere `moe_compile.measured_waits()` returns the
+    measured times. No bit, no order and no memory use changes."""
     codegen: Literal["inductor", "fx"] = "inductor"
-    """What runs the graph: code by Inductor, or "fx": node by node in our order, for tests."""
+    """What runs the graph. "inductor": code that Inductor generates. "fx": the graph's operators
+    one by one in megamoe's order, for tests."""
     strict: bool = False
     """Raise an error where an option asks for a rewrite (`chunks`, `batch_parts`, `dispatch`,
     `nodes`, `dispatch_wire`, `combine_wire`, `attention_chunks`) and the rewrite applies but is
@@ -345,7 +355,7 @@ def check_chunk_by(chunk_by: str, slices: object, edges: str) -> None:
     if slices not in ("auto", 1) and chunk_by == "tokens":
         raise InvalidConfig(
             f'megamoe.hop_slices is {slices}, with chunk_by = "tokens"; leave out chunk_by: '
-            "megamoe.chunks then cuts the experts, and hop_slices hop 1"
+            "megamoe.chunks then splits the experts, and hop_slices splits hop 1"
         )
 
 

@@ -87,10 +87,18 @@ class AsWritten:
             with tracing(self.tracing), compile_context(self.compiling):
                 compiled = compile_graph(self.gm, self.inputs)
         except Exception as error:  # noqa: BLE001  (whatever a compiler raises)
-            LOG.warning("megamoe: runs node by node: compiling it as written failed: %s", error)
+            LOG.warning(
+                "megamoe: a graph runs node by node: compiling it unchanged failed: %s", error
+            )
             return fallback
         if new := sorted(_guards(self.tracing) - self.guards):
-            LOG.warning("megamoe: runs node by node: compiled as written it would need %s", new)
+            LOG.warning(
+                (
+                    "megamoe: a graph runs node by node: compiled unchanged, it would need more "
+                    "guards: %s"
+                ),
+                new,
+            )
             return fallback
         return compiled
 

@@ -127,7 +127,7 @@ def _said(proposal: Hashable) -> str:
     """Return the text of a proposal that ranks compare."""
     hash(proposal)
     if " at 0x" in (text := repr(proposal)):
-        raise ContractViolation(f"{text} says where it lies in memory, which differs by rank")
+        raise ContractViolation(f"{text} contains an address in memory, which differs by rank")
     return text
 
 

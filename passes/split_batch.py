@@ -121,7 +121,7 @@ def _carry_out(graph: fx.Graph, split: BatchSplit, num_parts: int) -> None:
 def _store_values(new: Sequence[fx.Node], split: BatchSplit, parts: Parts) -> None:
     fake = fake_mode_of([value_of(node) for node in split.cut])
     if fake is None:
-        raise ContractViolation("the batch is of no tensors that the tracer made")
+        raise ContractViolation("the batch has no tensors that the tracer made")
     copies = {copy: node for env in parts.envs for node, copy in env.items()}
     copies |= {new: node for made in (parts.joined, parts.kept) for node, new in made.items()}
     try:
@@ -155,7 +155,7 @@ def _check_told(split: BatchSplit) -> None:
         if reader := next((user for user in node.users if user not in dead), None):
             raise Left(
                 Reason.BATCH_LOST,
-                f"{operator_at(reader)} reads {operator_at(node)}, a size of the whole",
+                f"{operator_at(reader)} reads {operator_at(node)}, a size of the whole batch",
             )
 
 

@@ -213,11 +213,13 @@ class Padded(SplitAttention):
 
 
 NO_REGION = Reason.NOT_BETWEEN_EXCHANGES
-NOTHING_BACK = "no even exchange of its result alone, by movement of data only, follows"
+NOTHING_BACK = (
+    "no even exchange of only its result follows, with nothing but data movement in between"
+)
 
 # style -> its reason, and what its detail begins with
 REFUSED = {
-    layers.BatchExchange: (NO_REGION, "the exchange before it does not send heads away"),
+    layers.BatchExchange: (NO_REGION, "the exchange before it does not send heads to other ranks"),
     layers.HeadMixing: (NO_REGION, NOTHING_BACK),
     layers.LateNorm: (NO_REGION, COMPUTES),
     layers.HeadMask: (Reason.VARIES_BY_HEAD, ""),

@@ -92,7 +92,8 @@ class _Handover:
         del args, kwargs
         if self._made is None or self._made() is not hidden:
             raise ContractViolation(
-                "a block was not called with what the block before it returned: with "
-                "megamoe.blocks_per_graph its group runs as a whole; write blocks_per_graph = 1"
+                "a block was not called with the result of the block before it: with "
+                "megamoe.blocks_per_graph a group of blocks runs as a whole; write "
+                "blocks_per_graph = 1"
             )
         return hidden

@@ -290,8 +290,8 @@ def _check_dataset(job: JobFile, section: str, default: str) -> None:
     is_local = dataset.lower() == "c4_test" and not job.read(f"{section}.dataset_path")
     if is_local and not Path("tests/assets/c4_test").exists():
         raise InvalidConfig(
-            f"{section}.dataset = 'c4_test' lies in a checkout of torchtitan, which this folder "
-            f"is not{instead}"
+            f"{section}.dataset = 'c4_test' is a folder in a checkout of torchtitan, and this "
+            f"folder is no such checkout{instead}"
         )
     if job.read("training.dataset") == TEXT:
         return  # it brings a tokenizer

@@ -44,7 +44,10 @@ def find_job(said: str) -> Path:
     name = path.name.removesuffix(".toml")
     if len(path.parts) == 1 and name in recipes():
         return FOLDER / f"{name}.toml"
-    raise InvalidConfig(f"{said}: No such file, nor a recipe; these are {listed(name, recipes())}")
+    raise InvalidConfig(
+        f"{said}: there is no such file, and no such recipe; the recipes are "
+        f"{listed(name, recipes())}"
+    )
 
 
 KNOWN: Final = (*OPTION_NAMES, *TABLE_ONLY)

@@ -172,10 +172,10 @@ def node_shape(ep: int, etp: int, of_node: int) -> tuple[int, int]:
         return 1, ep
     if together % of_node or of_node % etp:
         raise InvalidConfig(
-            f"megamoe.nodes: nodes of {of_node} ranks do not divide the {together} ranks that "
-            f"share experts (parallelism.expert_parallel_degree = {ep}, "
-            f"expert_tensor_parallel_degree = {etp}), nor hold them; choose degrees that fit, or "
-            "say by megamoe.node_ranks how many ranks share a node"
+            f"megamoe.nodes: nodes of {of_node} ranks neither divide nor contain the {together} "
+            f"ranks that share experts (parallelism.expert_parallel_degree = {ep}, "
+            f"expert_tensor_parallel_degree = {etp}); choose degrees that fit, or set "
+            "megamoe.node_ranks to the number of ranks that share a node"
         )
     return together // of_node, of_node // etp
 
@@ -189,9 +189,9 @@ def ranks_of_machine(world: dist.ProcessGroup) -> int:
         dist.all_gather_object(told, own, group=world)
     if len({*told}) > 1 or not told[0].isdecimal() or int(told[0]) < 1:
         raise InvalidConfig(
-            f"megamoe.nodes: LOCAL_WORLD_SIZE is {', '.join(map(repr, sorted({*told})))}, where "
-            "it must be the number of ranks of each machine; start the job by torchrun, or say by "
-            "megamoe.node_ranks how many ranks share a node"
+            f"megamoe.nodes: LOCAL_WORLD_SIZE is {', '.join(map(repr, sorted({*told})))}, but it "
+            "must be the number of ranks of each machine; start the job by torchrun, or set "
+            "megamoe.node_ranks to the number of ranks that share a node"
         )
     return int(told[0])
 

@@ -128,8 +128,8 @@ def _check_start(job: JobFile, folder: Path) -> None:
     """Refuse to begin with other weights than the job names: torchtitan looks at one place only."""
     if job.read("checkpoint.initial_load_path") or job.is_true("checkpoint.initial_load_in_hf"):
         raise InvalidConfig(
-            f"{folder} is there and holds no whole checkpoint: torchtitan would load nothing, nor "
-            f"what checkpoint.initial_load_path or initial_load_in_hf ask for; remove {folder}"
+            f"{folder} exists and has no complete checkpoint: torchtitan would load nothing, and "
+            f"would ignore checkpoint.initial_load_path and initial_load_in_hf; remove {folder}"
         )
 
 

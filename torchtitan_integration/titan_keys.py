@@ -41,7 +41,8 @@ def check_torchtitan() -> None:
     spec = importlib.util.find_spec("torchtitan")
     if spec is None:
         raise InvalidConfig(
-            "torchtitan is not installed; pip install 'megamoe[titan]' brings the version wanted"
+            "torchtitan is not installed; pip install 'megamoe[titan]' installs the supported "
+            "version"
         )
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     lacks = [name for name in BUILT_ON if not any((f / name).is_file() for f in folders)]

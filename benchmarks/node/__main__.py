@@ -55,7 +55,9 @@ def main() -> int:
     for key, value in {**summary["machine"], **settings}.items():
         console.print(f"{key}: {value}", highlight=False)
     for name in summary["sections"]:
-        console.print(f"{name}: passed before, its results stay (--again runs it)")
+        console.print(
+            f"{name}: it passed in an earlier run, whose results are kept (--again runs it again)"
+        )
     promised = {name: s for name, s in PROMISED_S.items() if name in arguments.sections}
     has_passed = run_sections(out, summary, promised, arguments.budget_s, ranks.run)
     ranks.end()

@@ -192,7 +192,9 @@ def _check_shape(
         if not found and any(not is_all_gather(n) for n in nearest_launches(operand, up=True)):
             raise no_region(f"{COMPUTES}: {operator_at(operand)}")
     if not outward:
-        raise no_region("no even exchange of its result alone, by movement of data only, follows")
+        raise no_region(
+            "no even exchange of only its result follows, with nothing but data movement in between"
+        )
     if not all(is_even_exchange(n) for n in launches):
         raise no_region("an exchange around it is not even")
     if len({group_name(n) for n in launches}) > 1:

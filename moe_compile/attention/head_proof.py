@@ -63,7 +63,7 @@ def find_heads(
     heads = tracker.dims(query)[-3]
     first = sources[0]
     if first is None or not _sends_heads(tracker, first, heads):
-        raise no_region("the exchange before it does not send heads away")
+        raise no_region("the exchange before it does not send heads to other ranks")
     for operand, source in zip(operands, sources, strict=True):
         if source and tracker.dims(operand)[-2][:1] != flat([tracker.source[source]])[:1]:
             said = "the exchange before it does not gather the sequence"
@@ -76,13 +76,13 @@ def find_heads(
     kv_heads = tracker.dims(key)[-3]
     head = kv_heads[0] if kv_heads else None
     if head is not None and not any(head in dim for dim in tracker.dims(outward[-1])):
-        raise Lost("the heads cannot be told in the result")
+        raise Lost("the heads cannot be found in the dimensions of the result")
     sent = [source.all_input_nodes[0] for source in sources if source]
     if head is None or all(has_factor(tracker, n, head) for n in sent):
         return head
     if any(_repeats_into(tracker, node, head) for node in movements_above(key)):
         return None
-    raise Lost("the heads are not in what is sent")
+    raise Lost("the heads are not in the dimensions of the tensor that is sent")
 
 
 def has_factor(tracker: Tracker, node: fx.Node, factor: Factor) -> bool:

@@ -167,7 +167,10 @@ def _outer_of_rows(
         for dim in [*dims, *([[one.share.factor]] if one.share is not None else [])]:
             outer = flat(dim)[:1]
             if any(factor.size % batch.size for factor in outer):
-                raise Lost(f"the rows of {one.region.name} are cut across the batch")
+                raise Lost(
+                    f"the outermost dimension of the rows of {one.region.name} is not a multiple "
+                    "of the batch"
+                )
             yield from outer
 
 

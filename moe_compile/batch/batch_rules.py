@@ -38,7 +38,7 @@ def flex_attention(tracker: Tracker, node: fx.Node) -> Dims:
     """Follow FlexAttention, given as the operator takes it."""
     *operands, score_code, mask, _, _, of_scores, of_mask = node.args
     if not isinstance(mask, tuple) or not all(isinstance(o, fx.Node) for o in operands):
-        raise Lost(f"{operator_at(node)} is given its operands in an unknown form")
+        raise Lost(f"{operator_at(node)} takes its operands in a form that megamoe does not know")
     *blocks, mask_code = mask
     tensors = [one for one in blocks if isinstance(one, fx.Node)]
     flow = Flow(node, tracker.numbers, tracker)
@@ -76,7 +76,7 @@ def _follow_code(
     query: Any = node.args[0]
     is_known = all(isinstance(one, fx.Node) for one in (query, *buffers))
     if len(given) != 4 + len(buffers) or not is_known:
-        raise Lost(f"{operator_at(node)} runs code that is given something unknown")
+        raise Lost(f"{operator_at(node)} runs code with inputs that megamoe does not know")
     sequence, head, *_ = given
     tensors = dict(zip(given[4:], buffers, strict=True))
     of_sequences, of_heads, *_ = tracker.dims(query)
@@ -115,7 +115,7 @@ def follow(tracker: Tracker, node: fx.Node) -> None:
     elif is_taken(node):
         _by(taken, tracker, node, sources)
     elif is_higher_order(node):
-        raise Lost(f"{operator_at(node)} calls a function, which is not followed")
+        raise Lost(f"{operator_at(node)} calls a function, and the batch is not traced through it")
     elif (loss := loss_arguments(node)) is not None and loss["reduction"] != "none":
         _follow_loss(tracker, node, loss)
     else:

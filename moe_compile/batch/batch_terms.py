@@ -66,7 +66,9 @@ def loss_arguments(node: fx.Node) -> dict[str, Any] | None:
     given = parameters.bind(*node.args, **node.kwargs)
     given.apply_defaults()
     if any(given.arguments.get(name) is not None for name in TOLD_OTHERWISE):
-        raise Lost(f"{operator_at(node)} is told its reduction by size_average or reduce")
+        raise Lost(
+            f"{operator_at(node)} sets its reduction by the old arguments size_average or reduce"
+        )
     return dict(given.arguments)
 
 

@@ -69,7 +69,7 @@ def _places(
         elif one is None or one == slice(None):
             dims.append(dim)
         elif i not in several:
-            raise Lost(f"{operator_at(node)} takes a slice beside what tensors name")
+            raise Lost(f"{operator_at(node)} indexes by a slice and by tensors together")
     return dims
 
 

@@ -44,7 +44,8 @@ def find_share(region: MoERegion, found: TokenRows) -> TokenShare | None:
     num_tokens, of_mine = (_rows(node) for node in (found.tokens, chosen))
     if chosen is not None and not (num_tokens and of_mine):
         raise Lost(
-            f"{operator_at(found.tokens)} is shared out, and its size is not known when compiling"
+            f"{operator_at(found.tokens)} is divided over ranks, and its size is not known when "
+            "compiling"
         )
     if type(first) is not int or not of_mine or num_tokens % of_mine or first % of_mine:
         raise Left(Reason.BATCH_MIXED, operator_at(found.index))
@@ -134,7 +135,7 @@ def check_share(
     assert found.chosen is not None
     if flat(tracker.dims(found.chosen)[0]) != flat([share.factor]):
         raise Lost(
-            f"the rows of {operator_at(found.chosen)} are not matched to the tokens of "
+            f"the rows of {operator_at(found.chosen)} could not be matched to the tokens of "
             f"{split.region.name}"
         )
     todo, seen = [found.tokens, found.chosen, *found.factors], set[fx.Node]()

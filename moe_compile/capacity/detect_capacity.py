@@ -295,14 +295,18 @@ def _travelling(
     """Return the candidate that rows have when sent and when back, apart from the rank."""
     if flat(tracker.sent[combine]) != flat([tracker.source[dispatch]]):
         raise Lost(
-            f"{operator_at(combine)} does not send back what {operator_at(dispatch)} brought"
+            f"{operator_at(combine)} does not send back the data that {operator_at(dispatch)} "
+            "brought"
         )
     for experts in candidates:
         places = [_num_places(tracker, node, experts) for node in (rows, result)]
         by_rank = any(holds(tracker.sent[launch], experts) for launch in (dispatch, combine))
         if flat([experts]) == [experts] and places == [1, 1] and not by_rank:
             return experts
-    raise Lost("the index of the experts is not in what is sent and in what comes back")
+    raise Lost(
+        "the dimension of the experts is not in both the tensor that is sent and the tensor that "
+        "comes back"
+    )
 
 
 def _num_places(tracker: Tracker, node: fx.Node, experts: Factor) -> int:

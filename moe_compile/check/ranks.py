@@ -109,7 +109,7 @@ class Ranks:
             if code == 0 or is_over or seconds - (time.monotonic() - began) < LEAST_S:
                 break
             attempt += 1
-            say(f"{section}: ranks ended before it did, new ones go on")
+            say(f"{section}: its ranks ended before the section did; new ranks continue it")
         if code and not found.get("is_complete") and not found.get("begun"):
             found = {**found, "failures": [{"what": f"{section}: its ranks did not start"}]}
         return ended(code, found, time.monotonic() - began)

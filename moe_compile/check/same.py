@@ -371,7 +371,7 @@ def ended_after(seconds: float, what: str) -> Iterator[None]:
     """End this process where what is within takes longer, so that a new one goes on; not with 0."""
 
     def end() -> None:
-        say(f"{what}: it did not end in {seconds:.0f} s: its processes are ended")
+        say(f"{what} did not end in {seconds:.0f} s: its processes are stopped")
         os._exit(RESTART)
 
     timer = threading.Timer(seconds, end)

@@ -106,7 +106,8 @@ def _blocks(model: nn.Module, given: Any) -> list[nn.Module]:
     for one in known:
         if any(isinstance(one, k) and getattr(one, name, None) is not None for k, name in compiled):
             raise InvalidConfig(
-                f"{_kind(one)} is compiled already; leave torch.compile out: each form does that"
+                f"{_kind(one)} is compiled already; leave torch.compile out, since megamoe check "
+                "compiles it itself"
             )
     return blocks
 
@@ -164,8 +165,8 @@ class ScriptSteps:
         self.step()  # optimizers make their state
         if not any(True for _ in self.gradients()):
             raise InvalidConfig(
-                "its step leaves no gradients to compare; call zero_grad where a step begins, "
-                "not where it ends"
+                "its step leaves no gradients to compare; call zero_grad at the start of a step, "
+                "not at its end"
             )
         self.restore()
 

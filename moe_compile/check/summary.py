@@ -28,7 +28,7 @@ ALIKE: Final = ("device", "ranks", "sources", "job")
 """What a section that passed must have had in common with this run to stay."""
 RECIPE: Final = tuple(sorted((ROOT / "torchtitan_integration").rglob("*.py")))
 NO_LINK: Final = (
-    "These are times of a CPU without a link between ranks: they say nothing of a cluster."
+    "These are times of a CPU without a link between ranks: they do not predict those of a cluster."
 )
 
 
@@ -45,7 +45,9 @@ def run_check(
     if not asked.again:
         summary["sections"] = passed_before(out, summary, ALIKE)
     for name in summary["sections"]:
-        console.print(f"{name}: passed before, its results stay (--again runs it)")
+        console.print(
+            f"{name}: it passed in an earlier run, whose results are kept (--again runs it again)"
+        )
     limit_s = asked.budget_s
     has_passed = run_sections(out, summary, sections, limit_s, ranks.run, longest_s=limit_s)
     ranks.end()

@@ -189,7 +189,7 @@ def judge_window(device: str, record: Record, found: list[Found]) -> None:
         profiled_step_ms=1e3 * max(one.profiled_step_s for one in found),
         limits=ON_GPUS if device == "cuda" else ON_PROCESSORS,
     )
-    say(f"where: {len(rows)} collectives, all of a step: {worst.totals or 'none'}")
+    say(f"where: {len(rows)} collectives; totals of a step: {worst.totals or 'none'}")
 
 
 def judge_contention(record: Record, found: list[list[float]]) -> None:
@@ -198,7 +198,7 @@ def judge_contention(record: Record, found: list[list[float]]) -> None:
     told = asdict(estimate(ratios)) if len(ratios) >= LEAST_PIECES else None
     record.put(contention=told, pieces=len(ratios))
     said = f"{told['median']:.2f} times as long" if told else "too few equal pieces"
-    say(f"where: compute beside collectives, over equal compute alone: {said}")
+    say(f"where: compute that overlaps collectives, compared with equal compute alone: {said}")
 
 
 def check_where(team: Team, job: Steps, config: MegaMoEConfig, out: Path) -> None:

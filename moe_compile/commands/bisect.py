@@ -65,12 +65,14 @@ def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def bisect(known: argparse.Namespace, overrides: list[str], command: list[str]) -> int:
     """Run the subcommand; return the exit status. Raises InvalidConfig."""
     if bool(known.config) == bool(command):
-        raise InvalidConfig("bisect: write a job's file, or -- and a command; one of the two")
+        raise InvalidConfig("bisect: write either a job's file, or -- and a command")
     if command:
         if known.slow:
-            raise InvalidConfig("bisect --slow is of a torchtitan job; a command is good or bad")
+            raise InvalidConfig(
+                "bisect --slow works for torchtitan jobs only; a command only passes or fails"
+            )
         if overrides:
-            raise InvalidConfig(f"bisect: write {overrides[0]!r} behind --, with the command")
+            raise InvalidConfig(f"bisect: write {overrides[0]!r} after --, as part of the command")
         out = (known.out or Path(NAME)).resolve()
         run: Any = importlib.import_module("moe_compile.check.bisection")  # imports torch
         return int(run.bisect_command(command, out, known.form_s))

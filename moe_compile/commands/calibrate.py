@@ -54,13 +54,15 @@ def calibrate(known: argparse.Namespace) -> int:
     if known.out.suffix != ".toml":
         raise InvalidConfig(f"{known.out}: write a name that ends in .toml")
     if known.out.exists():
-        raise InvalidConfig(f"{known.out} is there already; write another name, or remove it")
+        raise InvalidConfig(f"{known.out} exists already; write another name, or remove the file")
     if why := why_not_written(known.out):
         raise InvalidConfig(f"{known.out} cannot be written: {why}")
     start = known.start or (detected_profile() if device == "cuda" else NO_GPU)
     table = tomllib.loads(read_profile(start).path.read_text())
     if device == "cpu" and "compute" in table:
-        raise InvalidConfig(f"a processor says nothing of {start}: leave --start out, or write cpu")
+        raise InvalidConfig(
+            f"rates measured on a CPU are not those of {start}: leave --start out, or write cpu"
+        )
     table.pop("fit", None)  # fitted on other efficiencies
     measure: Any = importlib.import_module("moe_compile.hardware.measure")
     chip = measure.device_name(device)

@@ -52,7 +52,7 @@ def add_check(commands: Any) -> None:
         "steps in turn, beside Inductor's best. where: each collective's hidden and exposed time, "
         "beside the prediction. better, on request: other options raced for the fastest. hardware: "
         "rates of the device and of links, as a profile. With fewer GPUs than ranks all runs on "
-        "the CPU, where times say nothing of a cluster.",
+        "the CPU, where times do not predict those of a cluster.",
         epilog="Flags of torchtitan follow the file and win over it, as for megamoe train. With "
         "--megamoe.codegen fx nothing is generated: minutes become seconds, and only same is "
         "checked. Started by torchrun, each process is one rank.",
@@ -159,14 +159,14 @@ def run_on_ranks(
         }
         return run(Started(team=team, out=out, head=head))
     except KeyboardInterrupt:
-        _say(f"ended by a signal; what was found so far lies in {out}")
+        _say(f"ended by a signal; the results so far are in {out}")
         return INTERRUPTED
 
 
 def number(text: str) -> int:
     """Return a whole number of at least 1, for argparse."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; write 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number; write 1 or more")
     return int(text)
 
 
@@ -181,15 +181,19 @@ def _sections(job: CheckedJob, asked: list[str] | None) -> dict[str, float]:
     """Return the sections to run; by default all, without code generation only `same`."""
     if unknown := sorted({*(asked or ())} - SECTIONS.keys()):
         raise InvalidConfig(
-            f"--sections: there is no {unknown[0]!r}; write some of {', '.join(SECTIONS)}"
+            f"--sections: there is no section {unknown[0]!r}; choose from {', '.join(SECTIONS)}"
         )
     if not job.generates and (timed := [name for name in GENERATING if name in (asked or ())]):
         raise InvalidConfig(
-            'megamoe.codegen is "fx": no code is generated, and times of single operators say '
-            f"nothing; leave {timed[0]} out of --sections, or megamoe.codegen out of the job"
+            'megamoe.codegen is "fx": no code is generated, so that times would be those of '
+            f"single operators; leave {timed[0]} out of --sections, or megamoe.codegen out of "
+            "the job"
         )
     if not asked and not job.generates:
-        _say('megamoe.codegen is "fx": faster and where are left out, since no code is generated')
+        _say(
+            'megamoe.codegen is "fx": the sections faster and where are left out, since no code '
+            "is generated"
+        )
     default = [name for name in SECTIONS if job.generates and name != ON_REQUEST] or ["same"]
     return {name: share for name, share in SECTIONS.items() if name in (asked or default)}
 
@@ -197,7 +201,8 @@ def _sections(job: CheckedJob, asked: list[str] | None) -> dict[str, float]:
 def _check_write(job: CheckedJob, sections: Mapping[str, float]) -> None:
     if ON_REQUEST not in sections:
         raise InvalidConfig(
-            f"--write writes what {ON_REQUEST} finds; add it to --sections, or leave --write out"
+            f"--write writes the options that section {ON_REQUEST} finds; add {ON_REQUEST} to "
+            "--sections, or leave --write out"
         )
     if job.not_written:
         raise InvalidConfig(f"--write would change {job.not_written}")
@@ -210,9 +215,9 @@ def _write(job: CheckedJob, out: Path, device: str) -> None:
     sections: Any = importlib.import_module("moe_compile.check.sections")
     found = sections.read_section(out, ON_REQUEST)
     if device == "cpu":
-        _say(f"{job.path} stays: times of a CPU say nothing of a cluster")
+        _say(f"{job.path} is unchanged: times of a CPU do not predict those of a cluster")
     elif not found.get("is_complete") or not found.get("is_faster"):
-        _say(f"{job.path} stays: nothing was found to be faster")
+        _say(f"{job.path} is unchanged: no faster options were found")
     else:
         job.path.write_text(with_options(job.path.read_text(), BACKEND, found["won"]))
         _say(f"{job.path}: written into [{BACKEND}]: {json.dumps(found['won'])}")

@@ -84,7 +84,10 @@ def _titan(known: argparse.Namespace, overrides: list[str]) -> CheckedJob:
 def _of_script(known: argparse.Namespace, overrides: list[str]) -> CheckedJob:
     script, flags = find_script(known.config), flags_of(overrides)
     if known.layers:
-        raise InvalidConfig(f"--layers is of torchtitan jobs; {script.function} makes the model")
+        raise InvalidConfig(
+            "--layers works for torchtitan jobs only; a script makes its model in "
+            f"{script.function}"
+        )
     told = [f"--script={script.path}", f"--function={script.function}"]
     told.append(f"--flags={json.dumps(flags)}")
     return CheckedJob(
@@ -108,8 +111,8 @@ def _refuse(job: JobFile) -> None:
     """Raise InvalidConfig for a job in which there is nothing to check."""
     if not uses_megamoe(job):
         raise InvalidConfig(
-            f"{job.path}: compile.backend is {job.read('compile.backend', 'inductor')!r}: there is "
-            'nothing of megamoe to check; write backend = "megamoe" under [compile]'
+            f"{job.path}: compile.backend is {job.read('compile.backend', 'inductor')!r}: this job "
+            'does not use megamoe; write backend = "megamoe" under [compile]'
         )
     if not job.is_true("compile.enable"):
         raise InvalidConfig(f"{job.path}: {not_compiled(job)}")

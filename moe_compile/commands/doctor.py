@@ -69,7 +69,7 @@ def doctor(known: argparse.Namespace, machine: Machine) -> int:
     for finding in findings:
         console.print(f"- {finding}")
     if machine.devices and not findings:
-        console.print("- this machine is as its profile says.")
+        console.print("- this machine matches its profile.")
     if choices:
         console.print(_choices(choices))
     return 0

@@ -71,7 +71,9 @@ def explain_report(known: argparse.Namespace) -> int:
     except OSError as error:
         raise InvalidConfig(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError):
-        raise InvalidConfig(f"{path} is no report of megamoe; jobs write theirs as JSON") from None
+        raise InvalidConfig(
+            f"{path} is not a report of megamoe; jobs write their reports as JSON"
+        ) from None
     del exchanges
     print_report(report, verbose=True)
     tell(report, known.html)
@@ -104,10 +106,10 @@ def tell_of_picture(report: Mapping[str, Any], picture: Path) -> None:
     try:
         drawing = importlib.import_module("moe_compile.report.timeline_picture")
     except ModuleNotFoundError:
-        _say("megamoe: its timelines as a picture need matplotlib: pip install matplotlib")
+        _say("megamoe: a picture of its timelines needs matplotlib: pip install matplotlib")
         return
     drawing.draw_report(report, picture)
-    _say(f"megamoe: its timelines as a picture: {picture}")
+    _say(f"megamoe: a picture of its timelines: {picture}")
 
 
 def _say(text: str) -> None:

@@ -41,7 +41,9 @@ def find_script(said: str) -> Script:
     if not path.is_file():
         raise InvalidConfig(f"{name}: No such file")
     if not function:
-        raise InvalidConfig(f"{name} is a script: write {name}:{EXAMPLE}, the name of its function")
+        raise InvalidConfig(
+            f"{name} is a script: write {name}:{EXAMPLE}, to name the function in it"
+        )
     try:
         tree = ast.parse(path.read_text(), filename=name)
     except (SyntaxError, UnicodeDecodeError) as error:
@@ -75,7 +77,9 @@ def flags_of(overrides: Sequence[str]) -> dict[str, Any]:
     while words:
         flag, equals, value = words.pop(0).partition("=")
         if not flag.startswith(start):
-            raise InvalidConfig(f"{flag}: a script takes flags of megamoe only, as {start}chunks 4")
+            raise InvalidConfig(
+                f"{flag}: for a script only flags of megamoe work, {start}chunks 4 for example"
+            )
         if not equals:
             if not words:
                 raise InvalidConfig(f"{flag}: write its value behind it")

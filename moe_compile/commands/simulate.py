@@ -141,7 +141,9 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
 
 def _table(known: argparse.Namespace) -> dict[str, Any]:
     if known.timeline:
-        raise InvalidConfig("--timeline is of a model, not of a table; leave one out")
+        raise InvalidConfig(
+            "--timeline draws the step of a model, not a table; leave out --timeline or --table"
+        )
     if known.table != "megascale":
         kinds = {"waterfall": _waterfall, "bounds": _bounds, "parts": _part_shares}
         return kinds[known.table](known)
@@ -157,7 +159,10 @@ def _table(known: argparse.Namespace) -> dict[str, Any]:
     console = _console(known)
     tables.print_checks([*main, *others], console)
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in ranked.items())
-    console.print(f"DeepSeek-V3 without a fit, tokens per second and GPU: {rates}.")
+    console.print(
+        "Predictions for DeepSeek-V3 without fitted constants, in tokens per second and GPU: "
+        f"{rates}."
+    )
     data = tables.checks_as_data([*main, *others], main)
     return {**data, "deepseek_v3_tokens_per_gpu_s": ranked}
 

@@ -127,10 +127,13 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
         )
     if known.world and not known.dry_run:
         raise InvalidConfig(
-            f"--world is of --dry-run; to start another number of ranks write --nproc {known.world}"
+            "--world works with --dry-run only; to start another number of ranks write --nproc "
+            f"{known.world}"
         )
     if known.compare and not known.dry_run:
-        raise InvalidConfig("--compare is of --dry-run; write both, or neither to train")
+        raise InvalidConfig(
+            "--compare works with --dry-run only; write both, or leave out both to train"
+        )
     job = read_job(find_job(known.config), overrides)
     check_torchtitan()
     ranks = checked_ranks(job, known.world or known.nproc, is_run=not known.dry_run)
@@ -142,9 +145,9 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
     with held(folder) as other:
         if other:
             raise InvalidConfig(
-                f"{job.path}: job.dump_folder = {str(folder)!r} is in use by another run (process "
-                f"{other}): both would write the same report and checkpoints. Wait for its end, or "
-                f"write another folder: --job.dump_folder {folder}-2"
+                f"{job.path}: job.dump_folder = {str(folder)!r} is in use by another run "
+                f"(process {other}): both would write the same report and checkpoints. Wait "
+                f"until that run ends, or write another folder: --job.dump_folder {folder}-2"
             )
         return _train(job, ranks, overrides, verbose=known.verbose)
 

@@ -84,7 +84,7 @@ def moved(call: fx.Node) -> fx.Node:
     parameters = PARAMETERS.get(called_name(call))
     found = argument(call, parameters[0]) if parameters else argument_of(call, 0, "input")
     if not isinstance(found, fx.Node):
-        raise Lost(f"{operator_at(call)} has its input in an unknown place")
+        raise Lost(f"{operator_at(call)} takes its input as an argument that megamoe does not know")
     return found
 
 

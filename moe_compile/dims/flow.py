@@ -88,7 +88,7 @@ class Flow:
         """Set the factors of a tensor; raises Lost unless its sizes agree."""
         dims = known.dims
         if dims is not None and [size_of(dim) for dim in dims] != self.sizes(known.tensor):
-            raise self.lost("has other sizes than were followed to it")
+            raise self.lost("has other sizes than those derived for it")
         self._known[id(known.tensor)] = known
 
     def of(self, tensor: torch.Tensor) -> Followed:

@@ -399,7 +399,7 @@ def follow_operator(call: Call) -> None:
     """Find the factors of the results of an operator from those of its inputs."""
     rule = rule_of(call.func)
     if rule is None:
-        raise call.lost(f"runs {call.func}, which factors are not followed through")
+        raise call.lost(f"runs {call.func}, through which dimensions could not be traced")
     found = rule(call)
     each = found if isinstance(found, tuple) else tuple(found for _ in call.outputs)
     is_form = call.func.is_view or call.name in SAME_VALUES or call.name == "_unsafe_view"

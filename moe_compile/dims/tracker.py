@@ -144,7 +144,7 @@ class Tracker(Notes):
     def put(self, node: fx.Node, dims: Dims) -> None:
         """Set the factors of `node`; raises Lost unless its sizes agree."""
         if tensor_of(node) is not None and [size_of(dim) for dim in dims] != self.sizes_of(node):
-            raise Lost(f"{operator_at(node)} has other sizes than were followed to it")
+            raise Lost(f"{operator_at(node)} has other sizes than those derived for it")
         self._dims[node] = dims
 
     def started(self) -> tuple[fx.Node, ...]:

@@ -149,7 +149,7 @@ def erase_dead(nodes: Sequence[fx.Node]) -> None:
     for node in reversed(nodes):
         if node.users:
             readers = ", ".join(user.name for user in node.users)
-            raise ContractViolation(f"{node.name} is to be erased and is read by {readers}")
+            raise ContractViolation(f"{node.name} is to be erased, but {readers} still read it")
         node.graph.erase_node(node)
 
 
@@ -193,12 +193,14 @@ def move_before(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:
 def reorder(order: Sequence[fx.Node]) -> None:
     """Put the nodes of a graph of AOTAutograd in `order`, which holds all of them.
 
-    Raises ContractViolation when a node would stand before one that must precede it.
+    Raises ContractViolation when a node would be placed before one that must precede it.
     """
     place = {node: i for i, node in enumerate(order)}
     for node, before in find_predecessors(order[0].graph).items():
         late = next((p for p in before if p in place and place[p] > place[node]), None)
         if late is not None:
-            raise ContractViolation(f"{node.name} would stand before {late.name}, which it needs")
+            raise ContractViolation(
+                f"{node.name} would be placed before {late.name}, which it needs"
+            )
     for node, following in itertools.pairwise(order):
         node.append(following)

@@ -72,7 +72,7 @@ def load_cluster(name: str) -> ClusterProfile:
     if missing:
         raise InvalidConfig(
             f"{file.path}: no table {missing[0]!r}: this profile is for the compiler alone; "
-            "simulate with one of a GPU, h800 for instance"
+            "simulate with the profile of a GPU, h800 for example"
         )
     compute, links = compute_in(file), links_in(file)
     if compute is None:

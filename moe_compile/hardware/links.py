@@ -79,8 +79,9 @@ def with_contention(file: SourcedFile) -> SourcedFile:
         if CTAS in stated and "contention" not in link:
             if not 0 <= stated[CTAS] < num_sms:
                 raise InvalidConfig(
-                    f"megamoe.hardware: {file.path}: link {link['name']} has {stated[CTAS]} ctas, "
-                    f"and compute.num_sms is {num_sms}; write fewer, or contention"
+                    f"megamoe.hardware: {file.path}: link {link['name']} has {stated[CTAS]} "
+                    f"ctas, and compute.num_sms is {num_sms}; write fewer ctas, or write "
+                    "contention in place of ctas"
                 )
             link["contention"] = num_sms / (num_sms - stated[CTAS]) - 1.0
             of_sms = origins["compute.num_sms"]

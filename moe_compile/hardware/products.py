@@ -71,9 +71,11 @@ class Curve:
         """Raise InvalidConfig unless rows rise and shares are within 0 to 1."""
         rows = [point[0] for point in self.points]
         if len(rows) < 2 or rows != sorted(set(rows)) or rows[0] <= 0:
-            raise InvalidConfig(f"a curve needs two points or more, rows rising; it has {rows}")
+            raise InvalidConfig(
+                f"a curve needs two points or more, with rising numbers of rows; it has {rows}"
+            )
         if not all(0 < share <= 1 for _, share in self.points):
-            raise InvalidConfig("shares of a curve lie above 0 and up to 1")
+            raise InvalidConfig("the shares of a curve must be above 0 and at most 1")
 
     def at(self, rows: float) -> float:
         """Return the share at `rows`; below the first point it falls in proportion to rows."""

@@ -41,21 +41,22 @@ class Reason(enum.Enum):
 
     # options
     NOT_ASKED = "the options leave it off", Kind.NOT_ASKED
-    ROUNDS = "its results would round otherwise", Kind.NOT_ASKED
+    ROUNDS = "its results would be rounded differently", Kind.NOT_ASKED
     NO_PRICE = (
-        "auto has no times to go by: sizes are not static, or equal_tokens is not promised",
+        "auto has no predicted times to decide by, since sizes are not static or equal_tokens is "
+        "not set",
         Kind.NOT_ASKED,
     )
 
     # price
     BY_PRICE = (
-        "it is predicted to be slower, or faster by less than the prediction may be off",
+        "it is predicted to be slower, or faster by less than the error of the prediction",
         Kind.NO_GAIN,
     )
-    NO_FEWER_BYTES = "it would send no fewer bytes", Kind.NO_GAIN
+    NO_FEWER_BYTES = "it would not reduce the bytes that are sent", Kind.NO_GAIN
     PRODUCTS_WAIT = (
-        "torch has no kernel of grouped products for this GPU: for each the host waits and reads "
-        "the offsets, more often in chunks",
+        "torch has no grouped GEMM kernel for this GPU: the host waits for each grouped GEMM and "
+        "reads its offsets, and chunks need more grouped GEMMs",
         Kind.NO_GAIN,
     )
 
@@ -68,9 +69,15 @@ class Reason(enum.Enum):
         Kind.UNPROVEN,
     )
     BATCH_MIXED = "something is computed from several parts of the batch", Kind.UNPROVEN
-    BATCH_LOST = "the batch was not followed through an operator", Kind.UNPROVEN
-    BATCH_RANDOM = "it draws random numbers, and parts would draw others", Kind.UNPROVEN
-    BATCH_CAPACITY = "experts with a capacity drop other rows of a part", Kind.UNPROVEN
+    BATCH_LOST = "the batch dimension could not be traced through an operator", Kind.UNPROVEN
+    BATCH_RANDOM = (
+        "it draws random numbers, and parts of the batch would draw different ones",
+        Kind.UNPROVEN,
+    )
+    BATCH_CAPACITY = (
+        "experts with a capacity would drop other rows if the batch ran in parts",
+        Kind.UNPROVEN,
+    )
     BATCH_TOO_SMALL = "the batch has fewer sequences than parts", Kind.NOT_POSSIBLE
 
     # exchanges that are no dispatch
@@ -78,14 +85,14 @@ class Reason(enum.Enum):
         "its split sizes are static, and no experts with weights of their own follow",
         Kind.NOT_MEANT,
     )
-    NO_ROWS = "it is no all-to-all of rows of activations", Kind.NOT_MEANT
+    NO_ROWS = "it is not an all-to-all of activation rows", Kind.NOT_MEANT
     NO_COMBINE = ("no exchange with the split lists swapped is reachable from it", Kind.UNPROVEN)
     NO_COUNT_EXCHANGE = ("its split sizes do not come from an exchange of integers", Kind.UNPROVEN)
 
     # experts
     COUNTS_NOT_COUNTED = "how many counts there are is not known when compiling", Kind.UNPROVEN
     UNEVEN_EXPERTS = (
-        "the counts do not hold the same number of experts for every rank",
+        "the counts do not have the same number of experts for every rank",
         Kind.UNPROVEN,
     )
     ROWS_MIXED = "an operator of the experts mixes rows", Kind.UNPROVEN
@@ -103,7 +110,7 @@ class Reason(enum.Enum):
         Kind.UNPROVEN,
     )
     SIZE_FROM_COUNTS = (
-        "a dimension that does not hold the rows is as long as the counts say",
+        "the size of a dimension other than the rows depends on the counts",
         Kind.UNPROVEN,
     )
     UNSTABLE_SORT = (
@@ -119,7 +126,7 @@ class Reason(enum.Enum):
         Kind.UNPROVEN,
     )
     FAILS_WITHOUT_ROWS = (
-        "what is computed from the counts fails where some experts have no rows",
+        "a computation from the counts fails when some experts have no rows",
         Kind.UNPROVEN,
     )
     ROWS_FROM_OUTSIDE = (
@@ -130,20 +137,22 @@ class Reason(enum.Enum):
     HOST_READ_OF_ROWS = "the host reads a value of the rows", Kind.UNPROVEN
     COMMUNICATES = "the experts communicate between dispatch and combine", Kind.UNPROVEN
     SPLIT_OTHERWISE = (
-        "an exchange beside that of the rows is not split by the same sizes: what it brings is "
-        "not known to be of these rows, one by one",
+        "an exchange beside the exchange of the rows has other split sizes: the entries that it "
+        "brings are not known to belong to these rows, one entry to a row",
         Kind.UNPROVEN,
     )
-    MUTATES_OUTSIDE = "the experts write a tensor from outside the region", Kind.UNPROVEN
+    MUTATES_OUTSIDE = "the experts write to a tensor from outside the region", Kind.UNPROVEN
     NO_GRADIENT = (
-        "rows of some chunk get no gradient where others do: its exchanges would leave the "
-        "backward pass",
+        "the rows of one chunk get no gradient while the rows of other chunks do: the exchanges "
+        "of that chunk would be missing from the backward pass",
         Kind.UNPROVEN,
     )
-    EXPERTS_LOST = "the index of the local experts cannot be followed", Kind.UNPROVEN
+    EXPERTS_LOST = (
+        "the dimension of the local experts could not be traced through an operator",
+        Kind.UNPROVEN,
+    )
     BY_CAPACITY = (
-        "it dispatches by capacity, in equal parts: it is split in chunks of experts, and "
-        "not otherwise",
+        "it dispatches by capacity, in equal parts: it can be split only into chunks of experts",
         Kind.NOT_POSSIBLE,
     )
     CAPACITY_AT_RUN_TIME = (
@@ -151,32 +160,33 @@ class Reason(enum.Enum):
         Kind.NOT_POSSIBLE,
     )
     OUTER_HOP = (
-        "the first of two hops: what is split is the region inside it, by which rows go on to "
-        "their experts",
+        "it is the first of two hops: the region inside it, which takes rows on to their "
+        "experts, is split instead",
         Kind.NOT_POSSIBLE,
     )
     TOKENS_GATHERED = (
-        "it gathers the tokens of all ranks for experts to pick theirs: no exchange of rows is "
-        "there to split",
+        "it gathers the tokens of all ranks, and experts pick their tokens from them: there is "
+        "no exchange of rows to split",
         Kind.NOT_POSSIBLE,
     )
     FEW_EXPERTS = "more chunks are asked for than there are local experts", Kind.NOT_POSSIBLE
     EXPERTS_NAMED = (
-        "its experts are written out one by one, or their groups are padded unlike: which of them "
-        "a chunk has must be known when compiling",
+        "its experts are written out one by one, or their groups are padded in different ways: "
+        "the experts of each chunk must be known at compile time",
         Kind.NOT_POSSIBLE,
     )
 
     # experts and attention alike
     RANDOM = "it draws random numbers", Kind.UNPROVEN
     MUTATED_MEANWHILE = (
-        "a tensor that it reads, or its counts, are written before its result",
+        "a tensor that it reads, or the tensor of its counts, is written in place before its "
+        "result is computed",
         Kind.UNPROVEN,
     )
     STATE_CHANGES = "grad mode, autocast or vmap changes inside it", Kind.UNPROVEN
     GRADIENT_ORDER = (
-        "a tensor that it reads is read by others meanwhile: its gradient would be summed in "
-        "another order",
+        "a tensor that it reads is also read by other operators meanwhile: the gradient of that "
+        "tensor would be summed in another order",
         Kind.UNPROVEN,
     )
     ESCAPES = "a value inside it is read outside it", Kind.UNPROVEN
@@ -186,58 +196,59 @@ class Reason(enum.Enum):
         "it is not between an exchange of heads for positions and the exchange back",
         Kind.NOT_MEANT,
     )
-    HEADS_LOST = "the index of the heads cannot be followed", Kind.UNPROVEN
+    HEADS_LOST = "the dimension of the heads could not be traced through an operator", Kind.UNPROVEN
     VARIES_BY_HEAD = "its mask varies by head", Kind.UNPROVEN
     GRADIENT_BESIDE = (
-        "the gradient of a tensor that heads share, or that no exchange brings, would be summed in "
-        "another order by groups",
+        "in groups of heads, the gradient of a tensor that heads share, or that no exchange "
+        "brings, would be summed in another order",
         Kind.UNPROVEN,
     )
     MAY_ROUND = (
-        "last bits may differ where it runs in parts: "
-        "ask for a number of them, or allow it by megamoe.numerics = 'lossy'",
+        "its last bits may differ when it runs in parts: set the number of parts, or allow the "
+        "difference by megamoe.numerics = 'lossy'",
         Kind.NO_GAIN,
     )
     FEW_KV_HEADS = "the local KV heads do not divide into equal groups", Kind.NOT_POSSIBLE
 
     # all-gather dispatch
     ROWS_MAY_DIFFER = (
-        "ranks may have different numbers of rows: the rows are not proven to be k to a token",
+        "ranks may have different numbers of rows: tokens are not proven to have k rows each",
         Kind.UNPROVEN,
     )
     TOKENS_MAY_DIFFER = (
-        "ranks may have different numbers of tokens: set megamoe.equal_tokens = true "
-        "if in every step all have the same",
+        "ranks may have different numbers of tokens: set megamoe.equal_tokens = true if all "
+        "ranks have the same number in every step",
         Kind.UNPROVEN,
     )
     NOT_PROVEN = "its experts are not proven to treat rows independently", Kind.UNPROVEN
     NO_GATHER = "the rows sent are not a gather of tokens by an index", Kind.UNPROVEN
     NO_SUM = "what follows the combine is not a sum per token", Kind.UNPROVEN
     NO_SLOTS = (
-        "its sums are not of as many rows for every token, put in order by a sort",
+        "its sums do not add the same number of rows for every token, put in order by a sort",
         Kind.UNPROVEN,
     )
-    OTHER_INDEX = "rows are summed by another index than they were gathered by", Kind.UNPROVEN
-    OTHER_TOKENS = "the sum has not one row per token gathered", Kind.UNPROVEN
+    OTHER_INDEX = "rows are summed by another index than the one that gathered them", Kind.UNPROVEN
+    OTHER_TOKENS = "the sum does not have one row per gathered token", Kind.UNPROVEN
     ROWS_READ = (
-        "rows are read by something else, before the dispatch or after the combine",
+        "rows are also read by another operator, before the dispatch or after the combine",
         Kind.UNPROVEN,
     )
-    NOT_BY_ROW = "rows meet something other than one factor per row", Kind.UNPROVEN
+    NOT_BY_ROW = "rows are combined with something other than one factor per row", Kind.UNPROVEN
     WRITTEN = ("a tensor that is to be read later or elsewhere is written in place", Kind.UNPROVEN)
     SENT_SIZES = "the experts read how many rows this rank sends", Kind.UNPROVEN
     GATHERED = "its tokens are all-gathered", Kind.NOT_POSSIBLE
 
     # dispatch in two hops
-    NO_NODE_GROUPS = "which of its ranks share a node is not registered", Kind.UNPROVEN
-    CHOSEN_TWICE = "a token is not proven to choose an expert once at most", Kind.UNPROVEN
+    NO_NODE_GROUPS = "it is not registered which of its ranks share a node", Kind.UNPROVEN
+    CHOSEN_TWICE = "a token is not proven to choose each expert at most once", Kind.UNPROVEN
     TENSOR_FLOAT = (
-        "a batched product weights its rows, and TF32 would round the weights",
+        "its rows are weighted by a batched matrix product, in which TF32 would round the weights",
         Kind.UNPROVEN,
     )
     TWO_HOPS = (
-        "dispatched in two hops: by torch's collectives, in parts only where their number is given "
-        "or has a price, in chunks of as many experts each",
+        "it is dispatched in two hops: these use torch's collectives, run in parts only if the "
+        "number of parts is set or has a predicted time, and need chunks with the same number of "
+        "experts each",
         Kind.NOT_POSSIBLE,
     )
 
@@ -250,31 +261,44 @@ class Reason(enum.Enum):
 
     # rows of eight bits
     NOT_A_MATRIX = (
-        "its rows are no matrix of floating-point numbers with a known width",
+        "its rows are not a matrix of floating-point numbers with a known width",
         Kind.UNPROVEN,
     )
     NO_E4M3 = (
-        "this GPU does not convert to e4m3: compute capability 8.9 is the least that does",
+        "this GPU cannot convert to e4m3, which needs compute capability 8.9 or higher",
         Kind.NOT_POSSIBLE,
     )
     SUMS_TRAVEL = "an all-gather dispatch sends nothing in eight bits", Kind.UNPROVEN
-    UNKNOWN_FORM = "its launch is read by something else than one wait", Kind.UNPROVEN
+    UNKNOWN_FORM = (
+        "the result of its launch is read by something other than one wait",
+        Kind.UNPROVEN,
+    )
     INTEGERS = (
-        "integers are made of its rows: positions or bits, which eight bits do not hold",
+        "integers (positions or bits) are computed from its rows, and rows of eight bits would "
+        "change them",
         Kind.UNPROVEN,
     )
 
     # gradients of parameters
-    NO_PARAMETER_GRADIENT = "it is no float32 sum of a parameter's gradient", Kind.NOT_MEANT
-    COALESCED = "several tensors in one launch, or into a given output", Kind.NOT_POSSIBLE
-    SIZE = "a size is symbolic, or the ranks do not divide dim 0", Kind.NOT_POSSIBLE
-    READERS = "its result is not read by one wait alone", Kind.NOT_POSSIBLE
+    NO_PARAMETER_GRADIENT = "it is not a float32 sum of a parameter's gradient", Kind.NOT_MEANT
+    COALESCED = (
+        "it reduces several tensors in one launch, or writes to a given output",
+        Kind.NOT_POSSIBLE,
+    )
+    SIZE = (
+        "a size is symbolic, or dim 0 is not a multiple of the number of ranks",
+        Kind.NOT_POSSIBLE,
+    )
+    READERS = "its result is not read by exactly one wait", Kind.NOT_POSSIBLE
 
     # rows moved once
-    NO_ROW_MOVE = "no gather of whole rows is there for its kernel to do as well", Kind.NOT_MEANT
+    NO_ROW_MOVE = "there is no gather of whole rows that its kernel could also do", Kind.NOT_MEANT
 
     # integers of the host
-    READ_ALONE = "the host takes it by itself, not with others of one vector", Kind.NOT_MEANT
+    READ_ALONE = (
+        "the host reads this integer alone, not together with others in one vector",
+        Kind.NOT_MEANT,
+    )
 
     # schedule
     NO_INDEPENDENT_COMPUTE = (
@@ -286,15 +310,15 @@ class Reason(enum.Enum):
         Kind.NOT_POSSIBLE,
     )
     USER_STREAMS = (
-        "the graph switches streams itself; its order is not ours to change",
+        "the graph switches streams itself, and megamoe does not change the order of such a graph",
         Kind.NOT_POSSIBLE,
     )
 
-    NO_MEANS = "this torch lacks what would hold it", Kind.NOT_POSSIBLE
+    NO_MEANS = "this version of torch cannot hold nodes in a given order", Kind.NOT_POSSIBLE
 
     # passes left out
     DISABLED = "disabled by disable_passes", Kind.NOT_ASKED
-    NEEDS_FACT = "needs what a pass that was left out provides", Kind.NOT_POSSIBLE
+    NEEDS_FACT = "it needs a result of a pass that was left out", Kind.NOT_POSSIBLE
     FAILED = "it failed", Kind.UNPROVEN
 
     # what another distribution adds

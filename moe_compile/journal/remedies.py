@@ -23,29 +23,32 @@ ACTED_ON: Final = frozenset({Kind.UNPROVEN, Kind.NOT_POSSIBLE})
 """Kinds of which reports say what to change beside the reason."""
 
 _OPTIONS_AND_PRICE: Final = {
-    Reason.NOT_ASKED: f"{NOTHING}: set the option that the report names if it is wanted",
-    Reason.ROUNDS: f"{NOTHING}, unless results may round otherwise: set the option that the detail "
-    "names",
-    Reason.NO_PRICE: "set the option by name, as megamoe.nodes = 'exact', or "
-    "megamoe.equal_tokens = true if in every step all ranks have the same number of tokens",
-    Reason.BY_PRICE: f"{NOTHING}: an option set to a value by name is not judged by price",
-    Reason.NO_FEWER_BYTES: f"{NOTHING}: no more bytes travel as it is",
+    Reason.NOT_ASKED: f"{NOTHING}: set the option that the report names if you want the rewrite",
+    Reason.ROUNDS: f"{NOTHING}, unless results may be rounded differently: then set the option "
+    "that the detail names",
+    Reason.NO_PRICE: "set the option to a value other than \"auto\", megamoe.nodes = 'exact' for "
+    "example, or set megamoe.equal_tokens = true if all ranks have the same number of tokens in "
+    "every step",
+    Reason.BY_PRICE: f'{NOTHING}: the predicted time decides only for "auto", and any other '
+    "value of the option is applied",
+    Reason.NO_FEWER_BYTES: f"{NOTHING}: the exchange sends no more bytes without the rewrite",
     Reason.ALREADY_DONE: f"{NOTHING}: the pass would add nothing",
-    Reason.PRODUCTS_WAIT: f"{NOTHING}: a loop over experts reads sizes once for all (torchtitan's "
-    "use_grouped_mm = False), and a number of chunks by name is obeyed",
+    Reason.PRODUCTS_WAIT: f"{NOTHING}: a loop over experts reads all sizes at once (torchtitan's "
+    "use_grouped_mm = False), and megamoe.chunks is applied if it is a number",
 }
 _BATCH: Final = {
     Reason.NO_BATCH: "give the compiled function whole sequences, [batch, sequence, width], and "
-    "route tokens that come of them",
-    Reason.BATCH_MIXED: "return a sum or a mean over the batch, a loss say, beside the output, and "
-    "compute what else reads all of it outside of the compiled function, or leave batch_parts at 1",
-    Reason.BATCH_LOST: "use operators of torch that work element by element or along dimensions, "
-    "write in place into memory of the function's own alone, and use sizes that are known when it "
-    "is compiled or products of the inputs' sizes",
-    Reason.BATCH_RANDOM: "set the probability of dropout to 0, call it outside of the compiled "
+    "route tokens that are computed from these sequences",
+    Reason.BATCH_MIXED: "return a sum or a mean over the batch (a loss, for example) beside the "
+    "output, and compute everything else that reads the whole batch outside of the compiled "
     "function, or leave batch_parts at 1",
-    Reason.BATCH_CAPACITY: "exchange as many rows as experts are chosen by, or leave batch_parts "
-    "at 1 and split the batch outside of the compiled function",
+    Reason.BATCH_LOST: "use torch operators that work element by element or along dimensions, "
+    "write in place only to memory that the function itself allocates, and use only sizes that "
+    "are known at compile time or are products of the inputs' sizes",
+    Reason.BATCH_RANDOM: "set the probability of dropout to 0, call dropout outside of the "
+    "compiled function, or leave batch_parts at 1",
+    Reason.BATCH_CAPACITY: "exchange a row for every chosen expert, without a capacity, or leave "
+    "batch_parts at 1 and split the batch outside of the compiled function",
     Reason.BATCH_TOO_SMALL: "set megamoe.batch_parts to at most the number of sequences in a step, "
     "or to half of it if that number is marked as dynamic; the data loader drops a smaller last "
     "batch with DataLoader(drop_last=True)",
@@ -55,9 +58,10 @@ _EXCHANGES: Final = {
     f", {SAME_GRAPH}",
     Reason.NO_COUNT_EXCHANGE: "take the split sizes from an exchange of the counts per expert, an "
     f"all-to-all or an all-gather of integers, {SAME_GRAPH}",
-    Reason.COUNTS_NOT_COUNTED: "say how many: torch.bincount(chosen, minlength=E)[:E]",
-    Reason.NOT_AN_EXCHANGE: "let the Function exchange and do no more, what else it does before it "
-    "or after it, and its backward the same exchange with the split lists swapped",
+    Reason.COUNTS_NOT_COUNTED: "give the number of counts: torch.bincount(chosen, minlength=E)[:E]",
+    Reason.NOT_AN_EXCHANGE: "let the forward of the Function be the exchange and nothing else, "
+    "let its backward be the same exchange with the split lists swapped, and move all other "
+    "operators before or after the Function",
     Reason.UNEVEN_EXPERTS: "give every rank the same number of experts, and send one count for "
     "each of them",
     Reason.EVEN_SPLITS: "nothing if it dispatches no tokens; to dispatch by capacity, in equal "
@@ -68,10 +72,10 @@ _EXCHANGES: Final = {
     Reason.NO_ROWS: f"{NOTHING}: it moves no rows to experts",
 }
 _EXPERTS: Final = {
-    Reason.ROWS_MIXED: "compute each row from its own values and its expert's weights alone; what "
-    "needs all rows goes before the dispatch or after the combine",
-    Reason.ROWS_OUT_OF_ORDER: "put the rows back in the order in which they were received before "
-    "they are sent back, all of them",
+    Reason.ROWS_MIXED: "compute each row from its own values and its expert's weights alone, and "
+    "move operators that need all rows before the dispatch or after the combine",
+    Reason.ROWS_OUT_OF_ORDER: "before rows are sent back, put all of them in the order in which "
+    "they were received",
     Reason.VALUE_FROM_COUNTS: "use counts to order, split and group rows only; apply factors that "
     "depend on them before the dispatch or after the combine",
     Reason.SHARED_PARAMETER: "give every expert its own parameter, or apply the shared one before "
@@ -82,104 +86,112 @@ _EXPERTS: Final = {
     "says that this allows it",
     Reason.PREMISE_FALSE: "make the index and the group sizes agree for all counts: rows of one "
     "expert together, in the order received, as many as its group has",
-    Reason.PREMISE_UNCHECKED: "compute the index by operators of torch that run on a CPU, or as "
+    Reason.PREMISE_UNCHECKED: "compute the index by torch operators that run on a CPU, or as "
     "sorts, cumsum and repeat_interleave of the counts, which need no samples",
-    Reason.FAILS_WITHOUT_ROWS: "let it work for any counts, zeros too: a chunk has the rows of "
-    "some experts only",
-    Reason.ROWS_FROM_OUTSIDE: "send it with the rows, or apply it before the dispatch or after the "
-    "combine",
-    Reason.UNKNOWN_OPERATOR: "write it with operators that treat rows one by one, as "
-    "elementwise operators, linear layers, grouped products and sorts by expert; or move it out of "
-    "the experts",
+    Reason.FAILS_WITHOUT_ROWS: "make the computation work for any counts, including zeros: a "
+    "chunk has the rows of only some experts",
+    Reason.ROWS_FROM_OUTSIDE: "send the tensor with the rows, or apply it before the dispatch or "
+    "after the combine",
+    Reason.UNKNOWN_OPERATOR: "compute it with operators that treat rows one by one (elementwise "
+    "operators, linear layers, grouped GEMMs, sorts by expert), or move it out of the experts",
     Reason.HOST_READ_OF_ROWS: "remove .item(), .tolist() or the branch on values of rows",
     Reason.COMMUNICATES: "move the collective before the dispatch or after the combine",
-    Reason.MUTATES_OUTSIDE: "write the buffer before the dispatch or after the combine",
-    Reason.NO_GRADIENT: "let the results of all experts have a gradient, or of none",
-    Reason.EXPERTS_LOST: "keep local experts a dimension of their own, of a size known when "
-    "compiling, from what is sent to what comes back, or take them one by one and join all in "
-    "order; write nothing in place",
-    Reason.CAPACITY_AT_RUN_TIME: "compute the capacity of numbers, as ceil(factor * tokens / "
-    "experts), not of values, and compile with static sizes",
-    Reason.BY_CAPACITY: "set megamoe.chunk_by = 'experts', and leave dispatch and wires as they "
-    "are for layers with a capacity",
-    Reason.OUTER_HOP: "nothing: the inner hop is what runs in chunks; for one exchange over both, "
-    "dispatch over one group of all ranks",
-    Reason.TOKENS_GATHERED: "send rows to their experts and back by all-to-alls, their sizes from "
-    "an exchange of counts; nothing if every rank has a part of all experts",
+    Reason.MUTATES_OUTSIDE: "write to the tensor before the dispatch or after the combine",
+    Reason.NO_GRADIENT: "let the results of all experts require a gradient, or the results of none",
+    Reason.EXPERTS_LOST: "keep the local experts in a dimension of their own, whose size is "
+    "known at compile time, from the tensor that is sent to the tensor that comes back, or "
+    "compute the experts one by one and join all results in order; write nothing in place",
+    Reason.CAPACITY_AT_RUN_TIME: "compute the capacity from Python numbers, as ceil(factor * "
+    "tokens / experts), not from values of tensors, and compile with static sizes",
+    Reason.BY_CAPACITY: "set megamoe.chunk_by = 'experts', and leave megamoe.dispatch and the "
+    "wire options at their defaults for layers with a capacity",
+    Reason.OUTER_HOP: "nothing: the inner hop runs in chunks; for one exchange in place of the "
+    "two hops, dispatch over one group of all ranks",
+    Reason.TOKENS_GATHERED: "send rows to their experts and back by all-to-alls whose split "
+    "sizes come from an exchange of counts; nothing to change if every rank has a part of every "
+    "expert",
     Reason.FEW_EXPERTS: "ask for at most as many chunks as a rank has experts, set "
     "megamoe.chunk_by = 'tokens', or have fewer expert-parallel ranks",
-    Reason.EXPERTS_NAMED: "compute all experts by grouped products whose groups are padded alike, "
-    "or leave megamoe.chunk_edges at 'even'",
+    Reason.EXPERTS_NAMED: "compute all experts by grouped GEMMs whose groups are padded in the "
+    "same way, or leave megamoe.chunk_edges at 'even'",
     Reason.RANDOM: "draw random numbers before the first exchange or after the last",
-    Reason.MUTATED_MEANWHILE: "write it after the result is back, or write to a copy",
-    Reason.STATE_CHANGES: "let one grad mode and one autocast, by `with` statements, hold for all "
-    "of it, exchanges included",
-    Reason.GRADIENT_ORDER: "let the others read it before the dispatch or after the combine, or "
-    "read `.clone()` of it",
-    Reason.ESCAPES: "return it from behind the last exchange, or compute it again outside",
+    Reason.MUTATED_MEANWHILE: "write to the tensor after the result is computed, or write to a "
+    "copy",
+    Reason.STATE_CHANGES: "run all of it, exchanges included, in one grad mode and one autocast "
+    "setting, set by `with` statements around it",
+    Reason.GRADIENT_ORDER: "let the other operators read the tensor before the dispatch or after "
+    "the combine, or let them read a `.clone()` of it",
+    Reason.ESCAPES: "read a value that is computed after the last exchange, or compute the value "
+    "again outside",
 }
 _ATTENTION: Final = {
-    Reason.NOT_BETWEEN_EXCHANGES: f"{NOTHING}, unless groups of heads are wanted: exchange q, k, v "
-    "and the result once each, in equal parts over one process group, whole heads for positions",
-    Reason.HEADS_LOST: "keep heads a dimension of their own, in one order, from the projections to "
-    "the exchange back",
+    Reason.NOT_BETWEEN_EXCHANGES: f"{NOTHING}, unless you want groups of heads: then exchange q, "
+    "k, v and the result once each, in equal parts over one process group, whole heads for "
+    "positions",
+    Reason.HEADS_LOST: "keep the heads in a dimension of their own, in one order, from the "
+    "projections to the exchange back",
     Reason.VARIES_BY_HEAD: "use one mask for all heads",
-    Reason.GRADIENT_BESIDE: "detach it, or let it travel by the exchange, head by head",
-    Reason.MAY_ROUND: f"{NOTHING}, unless last bits may differ: set megamoe.attention_chunks to a "
-    "number, or megamoe.numerics = 'lossy'",
+    Reason.GRADIENT_BESIDE: "detach the tensor, or send it through the exchange, one part for "
+    "each head",
+    Reason.MAY_ROUND: f"{NOTHING}, unless last bits may differ: then set "
+    "megamoe.attention_chunks to a number, or set megamoe.numerics = 'lossy'",
     Reason.FEW_KV_HEADS: "set megamoe.attention_chunks to a divisor of the KV heads of a rank, or "
     "have fewer ranks in the group, or more KV heads",
 }
 _DISPATCH_AND_WIRE: Final = {
     Reason.ROWS_MAY_DIFFER: "choose experts by topk inside the graph, so that every token has k "
     "rows",
-    Reason.TOKENS_MAY_DIFFER: "set megamoe.equal_tokens = true if in every step all ranks have the "
-    "same number of tokens",
-    Reason.NOT_PROVEN: "what lifts the reason that the detail names",
-    Reason.NO_GATHER: "make the rows that are sent by one index: x[index] or index_select",
+    Reason.TOKENS_MAY_DIFFER: "set megamoe.equal_tokens = true if all ranks have the same number "
+    "of tokens in every step",
+    Reason.NOT_PROVEN: "make the change that belongs to the reason in the detail",
+    Reason.NO_GATHER: "gather the rows that are sent by one index: x[index] or index_select",
     Reason.NO_SUM: "add the rows up per token by index_add, or put them in order and sum over k",
-    Reason.NO_SLOTS: "put rows in the order of their tokens, k to a token, by the argsort that "
-    "they were sorted by, and sum over k",
-    Reason.OTHER_INDEX: "gather and sum rows by one index, which nothing writes in between",
+    Reason.NO_SLOTS: "put rows back in the order of their tokens, k rows to a token, by the same "
+    "argsort that sorted them, and sum over k",
+    Reason.OTHER_INDEX: "gather and sum rows by the same index tensor, and do not write to that "
+    "tensor in between",
     Reason.OTHER_TOKENS: "sum onto as many rows as there are tokens",
     Reason.ROWS_READ: "read tokens or their sums, not the rows, outside the experts",
-    Reason.NOT_BY_ROW: "multiply a row by one number, its score, and by nothing else",
+    Reason.NOT_BY_ROW: "multiply each row by one number, its score, and by nothing else",
     Reason.WRITTEN: "write to a copy",
-    Reason.SENT_SIZES: "let the experts read the counts received, not those sent",
-    Reason.GATHERED: "set megamoe.dispatch = 'all_to_all'; to split what is gathered, "
-    "megamoe.chunk_by = 'tokens', and megamoe.chunks to a divisor of the tokens of a rank, in "
-    "graphs whose sizes are known when compiling",
+    Reason.SENT_SIZES: "let the experts read the counts received, not the counts sent",
+    Reason.GATHERED: "set megamoe.dispatch = 'all_to_all'; or, to split the gathered tokens, set "
+    "megamoe.chunk_by = 'tokens' and set megamoe.chunks to a divisor of a rank's number of "
+    "tokens, in graphs whose sizes are known at compile time",
     Reason.NO_NODE_GROUPS: "call moe_compile.register_node_groups on all ranks of the group, "
-    "where process groups are made",
+    "where process groups are created",
     Reason.CHOSEN_TWICE: "choose experts by topk inside the graph, sort its indices, and count "
-    "them there in a type that holds all numbers of rows, as int64",
-    Reason.TENSOR_FLOAT: "multiply rows by their weights and add them up, or call "
+    "them there in an integer type that holds every possible number of rows, int64 for example",
+    Reason.TENSOR_FLOAT: "weight rows by an elementwise multiplication and add them up, or call "
     "torch.set_float32_matmul_precision('highest')",
-    Reason.TWO_HOPS: "set megamoe.nodes = 'off' for another transport, megamoe.chunks to a number "
-    "for parts",
+    Reason.TWO_HOPS: "set megamoe.nodes = 'off' to use another transport, or set megamoe.chunks "
+    "to a number to run in parts",
     Reason.NOT_A_MATRIX: "send rows as a matrix of floating-point numbers of a fixed width",
     Reason.NO_E4M3: "leave megamoe.dispatch_wire and megamoe.combine_wire at 'same' on this GPU",
-    Reason.SUMS_TRAVEL: "set megamoe.dispatch = 'all_to_all', or the wire to 'same'",
-    Reason.UNKNOWN_FORM: "wait for each exchange once, and read nothing but what the wait returns",
-    Reason.INTEGERS: "make integers of the rows before the dispatch or after the combine",
+    Reason.SUMS_TRAVEL: "set megamoe.dispatch = 'all_to_all', or set the wire option to 'same'",
+    Reason.UNKNOWN_FORM: "wait for each exchange once, and read only the tensor that the wait "
+    "returns",
+    Reason.INTEGERS: "compute integers from the rows before the dispatch or after the combine",
 }
 _GRADIENTS_AND_SCHEDULE: Final = {
     Reason.NO_PARAMETER_GRADIENT: f"{NOTHING}: only float32 sums of parameters' gradients are sent "
     "in half the bytes",
-    Reason.COALESCED: "reduce each gradient by a launch of its own",
-    Reason.SIZE: "compile with static sizes, and give gradients a dim 0 that the ranks divide",
+    Reason.COALESCED: "reduce each gradient in a launch of its own",
+    Reason.SIZE: "compile with static sizes, and let dim 0 of gradients be a multiple of the "
+    "number of ranks",
     Reason.READERS: "wait for each reduction once",
-    Reason.NO_ROW_MOVE: f"{NOTHING}: rows are sent and read as they stand",
-    Reason.READ_ALONE: "put the integers that Python needs in one vector, and take them by one "
-    ".tolist()",
+    Reason.NO_ROW_MOVE: f"{NOTHING}: rows are sent and read where they are, without a gather",
+    Reason.READ_ALONE: "put the integers that Python needs in one vector, and read them all by "
+    "one .tolist()",
     Reason.NO_INDEPENDENT_COMPUTE: "compile more in one graph, or ask for more chunks: compute "
-    "that needs nothing of the exchange can run beside it",
+    "that does not need the result of the exchange can run beside it",
     Reason.MEMORY_CAP: "raise megamoe.max_memory_increase",
-    Reason.USER_STREAMS: "leave streams to the compiler inside the compiled function",
+    Reason.USER_STREAMS: "do not switch streams inside the compiled function",
     Reason.NO_MEANS: "use a torch with torch._inductor.fx_passes.control_dependencies",
-    Reason.DISABLED: f"{NOTHING}: take its name out of megamoe.disable_passes if it is wanted",
-    Reason.NEEDS_FACT: "take the pass that it needs out of megamoe.disable_passes",
-    Reason.FAILED: "report what was raised; megamoe.disable_passes leaves the pass out",
+    Reason.DISABLED: f"{NOTHING}: remove the pass from megamoe.disable_passes if you want it",
+    Reason.NEEDS_FACT: "remove the pass that it needs from megamoe.disable_passes",
+    Reason.FAILED: "report the exception that was raised; to leave the pass out, add its name to "
+    "megamoe.disable_passes",
     Reason.OTHER: "what the detail says",
 }
 REMEDIES: Final[Mapping[Reason, str]] = {

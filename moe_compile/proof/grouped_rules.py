@@ -44,7 +44,9 @@ def grouped_matmul(call: Call) -> Value:
     ends = call.value(offs)
     experts = range(call.facts.num_local_experts)
     if not isinstance(ends, Formulas) or len(ends.cells) != len(experts):
-        raise Left(Reason.SHARED_PARAMETER, "offsets not followed to one group per expert")
+        raise Left(
+            Reason.SHARED_PARAMETER, ("offsets that could not be matched to one group per expert")
+        )
     sizes = [b - a for a, b in zip((0, *ends.cells[:-1]), ends.cells, strict=True)]
     check_groups(call, rows.order, sizes)
     if call.facts.premises:

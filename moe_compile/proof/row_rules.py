@@ -77,7 +77,7 @@ def apply(call: Call) -> Value | list[Value]:
         return constant_rules.fill(call)
     values = [call.value(t) for t in call.inputs]
     if any(isinstance(v, OfExpert) for v in values):
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of what was made of all rows of an expert")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} of a value computed from all rows of an expert")
     if any(isinstance(v, PerExpertTable) for v in values):
         return spread_rules.with_spread(call)
     has_rows = any(isinstance(v, Rows) for v in values)

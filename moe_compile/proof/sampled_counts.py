@@ -325,7 +325,7 @@ class SampledRows:
         if isinstance(value, IndexPerColumn):
             columns = tensor.flatten(1)
             if not torch.equal(columns, columns[:, :1].expand_as(columns)):
-                raise Differs("an index is not the same all along a row")
+                raise Differs("an index differs within a row")
             claim = Claim(claim.moment, claim.tensor, value.index)
             self.check(claim, columns[:, 0])
             return

@@ -72,7 +72,10 @@ def with_spread(call: Call) -> Value:
     if row.dim != 0 or tensor.dim() != table.dim():
         raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
     if call.shape(table)[0] != length(row.order):
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of other rows than were spread over")
+        raise Left(
+            Reason.ROWS_MIXED,
+            f"{call.name} of rows other than those that values of experts were repeated for",
+        )
     check_groups(call, row.order, entry.sizes)
     for expert in range(len(entry.sizes)):
         call.known.reads.add(Outside(entry.nodes), expert, expert)

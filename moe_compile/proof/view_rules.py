@@ -82,7 +82,7 @@ def squeezed(call: Call) -> None:
 def _pieces(call: Call, order: Order, sizes: list[sympy.Expr]) -> list[Order]:
     pieces = cut(order, sizes)
     if pieces is None:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows not where a run of rows ends")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows, not at the end of a run of rows")
     return pieces
 
 
@@ -91,7 +91,7 @@ def _kept(call: Call, order: Order, piece: Order) -> Order:
     for segment in piece:
         is_part = is_selected(segment) and segment not in order
         if is_part and not call.facts.note_experts_of(segment):
-            detail = f"{call.name} of rows in an order not followed, not where an expert's end"
+            detail = f"{call.name} of rows in an unknown order, not at the end of an expert's rows"
             raise Left(Reason.ROWS_MIXED, detail)
     return piece
 

@@ -77,8 +77,8 @@ def _print_tables(report: Mapping[str, Any], console: Console) -> None:
         console.print(_slowdowns(report), highlight=False)
     if host_us := sum(graph.get("host_us", 0.0) for graph in report["graphs"]):
         console.print(
-            f"For {_scaled(host_us, 1e3)} ms of the exposed time compute waits for the host: "
-            "it reads counts, unpacks them, launches collectives.",
+            f"For {_scaled(host_us, 1e3)} ms of the exposed time, compute waits for the host, "
+            "which reads counts, unpacks them and launches collectives.",
             highlight=False,
         )
     for line in _lines(report):

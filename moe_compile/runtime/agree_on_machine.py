@@ -47,7 +47,8 @@ def agree_on_machines() -> None:
     profiles = sorted(set(found))
     if len(profiles) > 1 and dist.get_rank() == 0:
         LOG.warning(
-            "megamoe: the ranks' machines are %s: all plan for %s, the one with the slowest link",
+            "megamoe: the ranks run on different machines (%s): all ranks plan for %s, which has "
+            "the slowest link",
             ", ".join(profiles),
             chosen,
         )

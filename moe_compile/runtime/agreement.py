@@ -273,8 +273,8 @@ class Agreement:
             self._wait_for(answers, max(timeout_s(journal.group) for journal, _ in calls))
         except dist.DistError as error:
             raise RankDisagreement(
-                f"the rank that serves the process group's store has ended, which this rank needs "
-                f"to wait for others: {answers.silence()}"
+                "this rank cannot wait for other ranks, since the rank that serves the process "
+                f"group's store has ended: {answers.silence()}"
             ) from error
         if answers.are_alike():
             return True
@@ -284,7 +284,7 @@ class Agreement:
                 f"otherwise ({answers.said()}). {REMEDY}"
             )
         LOG.warning(
-            "megamoe: ranks decided differently (%s): all run the program at %s as it is written",
+            "megamoe: ranks decided differently (%s): all ranks run the program at %s unchanged",
             answers.said(),
             calls[0][1].places[0],
         )
@@ -301,9 +301,9 @@ class Agreement:
                 self.end(f"ranks {sorted(gone)} have left their program, but {answers.silence()}")
             if waited_s > limit_s:
                 raise RankDisagreement(
-                    f"{answers.silence()} within {limit_s:.0f} s: they are late, run something "
-                    "else, as a program that is not compiled, or have ended; the process group "
-                    "waits no longer"
+                    f"{answers.silence()} within {limit_s:.0f} s: these ranks are late, run "
+                    "another program (one that is not compiled, for example), or have ended; "
+                    "the process group waits no longer"
                 )
             if waited_s > SILENCE_S and not is_said:
                 is_said = True

@@ -134,8 +134,8 @@ def check_seats(ranks: Sequence[int], seats: Sequence[Seat]) -> int:
     num_local = len(seats[0].node)
     if odd := next((s for s in seats if len(s.node) != num_local), None):
         raise _misfit(
-            f"the node of rank {seats[0].rank} has {num_local} ranks, that of rank {odd.rank} "
-            f"{len(odd.node)}: nodes must have equally many"
+            f"the node of rank {seats[0].rank} has {num_local} ranks, and the node of rank "
+            f"{odd.rank} has {len(odd.node)}: all nodes must have the same number of ranks"
         )
     if len(ranks) % num_local:
         raise _misfit(f"nodes of {num_local} ranks do not divide a group of {len(ranks)}")
@@ -150,8 +150,8 @@ def check_seats(ranks: Sequence[int], seats: Sequence[Seat]) -> int:
         ):
             if said != tuple(wanted):
                 raise _misfit(
-                    f"the {name} group of rank {seat.rank} is {list(said)}, where the order of "
-                    f"the group, {list(ranks)}, asks for {list(wanted)}"
+                    f"the {name} group of rank {seat.rank} is {list(said)}, but by the order of "
+                    f"the whole group, {list(ranks)}, it must be {list(wanted)}"
                 )
     _check_hosts(seats)
     return num_local
@@ -166,8 +166,8 @@ def _check_hosts(seats: Sequence[Seat]) -> None:
                 where = "share a node" if together else "are on two nodes"
                 raise _misfit(
                     f"ranks {first.rank} and {other.rank} {where}, on the hosts {first.host!r} "
-                    f"and {other.host!r}; if not machines make your nodes, give `host`, a name "
-                    "that the ranks of a node have in common"
+                    f"and {other.host!r}; if your nodes are not machines, pass `host`, a name "
+                    "that all ranks of a node share"
                 )
 
 

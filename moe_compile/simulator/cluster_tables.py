@@ -64,9 +64,10 @@ def print_predictions(rows: Sequence[Prediction], title: str, console: Console) 
         table.add_section()
     console.print(table)
     console.print(
-        f"{NOTE} *: as megamoe runs it. exposed: no compute runs; of bound: time with free "
-        "collectives over time; GB: counted, without allocator and NCCL; over: how much faster "
-        f"than {rows[0].schedule!r}."
+        f"{NOTE} *: schedules that megamoe runs. exposed: time of collectives while no compute "
+        "runs. of bound: time with free collectives, divided by time. GB: bytes counted, "
+        "without those of the allocator and NCCL. over: how much faster than "
+        f"{rows[0].schedule!r}."
     )
     if not fits:
         console.print(MORE_THAN_A_GPU)
@@ -134,10 +135,10 @@ def print_changes(changes: Sequence[Change], own: Change, gpus: int, console: Co
         )
     console.print(table)
     console.print(
-        f"Of these megamoe and its recipe have: {own.by}. Alone: {own.seconds:.2f} s, "
-        f"{own.total_gain:.2f}x."
+        f"megamoe and its recipe have these changes: {own.by}. With these changes alone: "
+        f"{own.seconds:.2f} s, {own.total_gain:.2f}x."
     )
-    console.print(f"{NOTE} In another order a step is worth something else.")
+    console.print(f"{NOTE} In another order each change has another gain.")
 
 
 def print_bounds(bounds: Sequence[ScheduleBound], title: str, console: Console) -> None:
@@ -157,8 +158,9 @@ def print_bounds(bounds: Sequence[ScheduleBound], title: str, console: Console) 
         )
     console.print(table)
     console.print(
-        f"{NOTE} One layer, forward and backward. Schedules in % of the ideal: with bf16 rows, "
-        "and with fp8 rows. over TP: tensor parallelism, nothing overlapped, over the ideal."
+        f"{NOTE} Figures are of one layer, forward and backward. Schedules are in % of the "
+        "ideal: first with bf16 rows, then with fp8 rows. over TP: time of tensor parallelism "
+        "with nothing overlapped, divided by the ideal."
     )
 
 

@@ -122,8 +122,8 @@ class Method:
             raise InvalidConfig("chunks: num_chunks is 1; write 2 or more")
         if self.crossing in HOPS and self._has_no_hops:
             raise InvalidConfig(
-                f"{self.crossing.value}: two hops are of rows to whole experts by all-to-all, in "
-                "kernels of their own"
+                f"{self.crossing.value}: two hops need rows that go to whole experts by "
+                "all-to-all, in kernels of their own"
             )
 
     @property

@@ -71,10 +71,10 @@ def _at_end(compilation: Any) -> None:
         _suppressed.append(True)
     said = PLACE.search(str(needed))
     LOG.warning(
-        "megamoe: %s: Dynamo does not trace `%s`, for which it needs a number that the host reads. "
-        "The function around it runs eagerly, and no region is found across it. To do: make it of "
-        "Python integers, or of tensors alone (x[order] in place of a list), or mark the function "
-        "that has the line with torch.compiler.disable",
+        "megamoe: %s: Dynamo does not trace `%s`, for which it needs a number that the host "
+        "reads from a tensor. The function that has this line runs in eager mode, and no region "
+        "is found across it. To do: compute the line from Python integers, or from tensors alone "
+        "(x[order] in place of a list), or mark the function with torch.compiler.disable",
         *((said[2], said[1]) if said else ("a function", str(needed).partition("\n")[0])),
     )
 

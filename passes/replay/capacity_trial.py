@@ -122,7 +122,9 @@ def _parts(region: CapacityRegion, bounds: Sequence[range]) -> list[dict[fx.Node
 def _check_sizes(node: fx.Node, made: Any, pieces: Pieces, experts: range) -> None:
     """Raise ValueError where a chunk's value has another size than its part of the whole."""
     if isinstance(made, torch.Tensor) and list(made.shape) != pieces.sizes_of(node, len(experts)):
-        raise ValueError(f"{operator_at(node)} has other sizes for a part of the experts")
+        raise ValueError(
+            f"{operator_at(node)} has unexpected sizes when it runs for a part of the experts"
+        )
 
 
 class FakeRun:

@@ -202,4 +202,4 @@ def test_every_section_passes_on_two_processors_and_is_not_run_again(tmp_path):
     assert done.returncode == 0
     again, _ = run_check(tmp_path)
     assert again.returncode == 0
-    assert "bits: passed before, its results stay" in again.stdout
+    assert "bits: it passed in an earlier run" in again.stdout

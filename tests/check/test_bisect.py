@@ -194,7 +194,7 @@ def test_processes_of_a_form_that_takes_too_long_are_ended_so_that_new_ones_go_o
     run = subprocess.run(
         [sys.executable, "-c", HANGS], check=False, timeout=50, capture_output=True, text=True
     )
-    assert run.returncode == RESTART and "slow: it did not end in 0 s" in run.stdout
+    assert run.returncode == RESTART and "slow did not end in 0 s" in run.stdout
 
 
 COMMAND = """
@@ -263,10 +263,10 @@ def test_blocks_that_are_wrong_together_alone_are_said():
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ([], "write a job's file, or -- and a command"),
-        (["job.toml", "--", "python"], "one of the two"),
-        (["--training.steps=3", "--", "python"], "write '--training.steps=3' behind --"),
-        (["--slow", "--", "python"], "--slow is of a torchtitan job"),
+        ([], "write either a job's file, or -- and"),
+        (["job.toml", "--", "python"], "write either a job's file"),
+        (["--training.steps=3", "--", "python"], "write '--training.steps=3' after --"),
+        (["--slow", "--", "python"], "--slow works for torchtitan jobs"),
         (["deepseek_v3_debug_cpu", "--slow", "--megamoe.codegen=fx"], "leave one of the two out"),
     ],
 )

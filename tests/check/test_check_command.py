@@ -87,8 +87,8 @@ def test_a_job_in_which_nothing_is_rewritten_shows_nothing(tmp_path):
     ("words", "wanted"),
     [
         (["--megamoe.chunk=3"], "Did you mean 'chunks'"),
-        (["--compile.backend=inductor"], "there is nothing of megamoe to check"),
-        (["--sections=speed"], "there is no 'speed'; write some of same, faster"),
+        (["--compile.backend=inductor"], "this job does not use megamoe"),
+        (["--sections=speed"], "there is no section 'speed'; choose from same, faster"),
         (["--sections=faster", "--megamoe.codegen=fx"], "no code is generated"),
         (["--steps=0"], "write 1 or more"),
     ],
@@ -121,7 +121,7 @@ def test_generated_code_is_no_farther_from_float64_than_inductors_and_is_timed(t
     timed = forms(tmp_path, "faster")
     assert {"Inductor", "Inductor, reordered", "megamoe", "megamoe without chunks"} <= {*timed}
     assert all(row["ratio"]["num_pairs"] == 3 for row in timed.values())
-    assert "they say nothing of a cluster" in said
+    assert "they do not predict those of a cluster" in said
     where = json.loads((tmp_path / "check" / "where.json").read_text())
     assert where["warnings"] == [] and len(where["rows"]) == 9  # counts, and two chunks each way
     assert all(row["predicted"]["total_us"] > 0 for row in where["rows"])
@@ -135,4 +135,4 @@ def test_a_job_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
     """Its ranks were once started anew until the time was over."""
     status, said = check(tmp_path, *SMALL[1:], *NODE_BY_NODE, "--layers=9")
     assert status == 1 and "--layers is 9; write 1 to 3" in said
-    assert "new ones go on" not in said and "same: OPEN: the job's trainer" in said
+    assert "new ranks continue" not in said and "same: OPEN: the job's trainer" in said

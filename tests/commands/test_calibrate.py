@@ -30,7 +30,7 @@ def test_a_processor_is_measured_and_its_link_stays(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mine.toml", "--device", "cpu", "--start", "h100"], "says nothing of h100"),
+        (["mine.toml", "--device", "cpu", "--start", "h100"], "are not those of h100"),
         (["mine", "--device", "cpu"], "ends in .toml"),
         (["/proc/mine.toml", "--device", "cpu"], "/proc takes no file"),
         (["mine.toml", "--device", "cpu", "--start", "h10"], "Did you mean 'h100'"),
@@ -46,7 +46,7 @@ def test_a_profile_that_is_there_stays(tmp_path, capsys):
     path = tmp_path / "mine.toml"
     path.write_text("name = 'mine'")
     assert main(["calibrate", str(path), "--device", "cpu"]) == 2
-    assert "mine.toml is there already" in capsys.readouterr().err
+    assert "mine.toml exists already" in capsys.readouterr().err
     assert path.read_text() == "name = 'mine'"
 
 

@@ -153,13 +153,13 @@ def test_a_timeline_as_a_picture(capsys, tmp_path):
     [
         (["--model", "352"], "no model '352'. Did you mean '352b'?"),
         (["--cluster", "h80"], "Did you mean 'h800'?"),
-        (["--cluster", "cpu"], "simulate with one of a GPU"),
+        (["--cluster", "cpu"], "simulate with the profile of a GPU"),
         (["--fit", "bytedanc"], "Did you mean 'bytedance'?"),
         (["--gpus", "100"], "write a multiple of 120"),
         (["--schedule", "inter"], "Did you mean 'inter-op'?"),
         (["--timeline", "x.svg"], "ends in .png or .json"),
         (["--timeline", "/proc/x.json"], "/proc takes no file"),
-        (["--table", "bounds", "--timeline", "x.png"], "leave one out"),
+        (["--table", "bounds", "--timeline", "x.png"], "leave out --timeline or --table"),
     ],
 )
 def test_what_is_wrong_is_said(capsys, arguments, message):

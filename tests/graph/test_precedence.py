@@ -101,7 +101,7 @@ def test_an_order_that_reads_before_the_write_is_refused():
     (wait,) = filter(is_wait, nodes)
     nodes.remove(read)
     nodes.insert(nodes.index(wait), read)
-    with pytest.raises(ContractViolation, match=f"{read.name} would stand before"):
+    with pytest.raises(ContractViolation, match=f"{read.name} would be placed before"):
         reorder(nodes)
 
 

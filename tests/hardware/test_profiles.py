@@ -133,7 +133,7 @@ def test_an_unknown_profile_names_the_nearest():
 
 
 def test_a_profile_for_the_compiler_alone_is_no_cluster():
-    with pytest.raises(InvalidConfig, match="simulate with one of a GPU"):
+    with pytest.raises(InvalidConfig, match="simulate with the profile of a GPU"):
         load_cluster("cpu")
 
 
@@ -167,5 +167,5 @@ def test_a_curve_is_straight_in_the_logarithm_and_proportional_below_it():
     curve = Curve(((64.0, 0.2), (256.0, 0.4)))
     assert curve.at(32) == pytest.approx(0.1)
     assert (curve.at(64), curve.at(128), curve.at(4096)) == pytest.approx((0.2, 0.3, 0.4))
-    with pytest.raises(InvalidConfig, match="rows rising"):
+    with pytest.raises(InvalidConfig, match="rising numbers of rows"):
         Curve(((256.0, 0.2), (64.0, 0.4)))

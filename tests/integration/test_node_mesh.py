@@ -29,7 +29,7 @@ def test_nodes_of_a_group(ep, etp, of_node, expected):
 
 @pytest.mark.parametrize(("ep", "etp", "of_node"), [(8, 1, 3), (4, 2, 1), (8, 1, 12), (3, 1, 2)])
 def test_nodes_that_do_not_divide_a_group_are_refused(ep, etp, of_node):
-    with pytest.raises(InvalidConfig, match="choose degrees that fit, or say by"):
+    with pytest.raises(InvalidConfig, match="choose degrees that fit, or set"):
         node_shape(ep, etp, of_node)
 
 
@@ -94,7 +94,7 @@ def test_every_rank_registers_the_nodes_of_its_group(four_ranks, name):
 @pytest.mark.parametrize(
     ("node_ranks", "local_world_size", "said"),
     [
-        (3, ("4",), "nodes of 3 ranks do not divide the 4 ranks that share experts"),
+        (3, ("4",), "nodes of 3 ranks neither divide nor contain the 4 ranks that share"),
         (0, ("2",), "ranks 0 and 2 are on two nodes, on the hosts"),
         (0, ("2", "4"), "LOCAL_WORLD_SIZE is '2', '4'"),
         (0, ("",), "start the job by torchrun"),

@@ -77,7 +77,7 @@ def test_products_the_host_waits_for_are_said_once_and_left_whole(
             assert (one.plan.num_chunks, one.left["chunks"].reason) == (1, Reason.PRODUCTS_WAIT)
         assert planned(fake_ranks, chunks=2).plan.num_chunks == 2
     (record,) = caplog.records
-    assert "no kernel of grouped products" in record.getMessage()
+    assert "no grouped GEMM kernel" in record.getMessage()
 
 
 def test_where_torch_has_a_kernel_nothing_is_said(fake_ranks, on_gpu, caplog):

@@ -312,7 +312,7 @@ def test_a_function_that_is_not_followed_is_named_not_its_first_reader(fake_rank
     _, skipped, compilation = verdicts(program, drawn())
     assert skipped == [Reason.BATCH_LOST]
     assert "`tag_activation_checkpoint` at test_split_batch.py:" in compilation.rewrites[0]
-    assert "in attend calls a function, which is not followed" in compilation.rewrites[0]
+    assert "in attend calls a function, and the batch" in compilation.rewrites[0]
 
 
 OF_SIZES = [

@@ -251,7 +251,7 @@ def test_what_is_no_report_is_refused(tmp_path, capsys, text):
     path = tmp_path / "report.json"
     path.write_text(text)
     assert main(["explain", str(path)]) == 2
-    assert "is no report of megamoe" in capsys.readouterr().err
+    assert "is not a report of megamoe" in capsys.readouterr().err
     assert main(["explain", str(tmp_path / "none.json")]) == 2
     assert "cannot be read" in capsys.readouterr().err
     with pytest.raises(SystemExit):

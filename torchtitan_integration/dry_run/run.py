@@ -194,7 +194,7 @@ def dry_run(
     """
     if not uses_megamoe(file):
         raise InvalidConfig(
-            f'{file.path}: a dry run is of megamoe; write compile.backend = "megamoe"'
+            f'{file.path}: a dry run needs megamoe; write compile.backend = "megamoe"'
         )
     logging.disable(logging.WARNING)  # torchtitan's log lines are about a real run
     warnings.simplefilter("ignore")

@@ -225,7 +225,7 @@ def _started(num_processes: int, timeout_s: float) -> RankPool:
             return pool.__enter__()
         except RankFailure:
             pool.__exit__(None, None, None)
-    raise TimeoutError(f"{num_processes} processes did not start, tried {STARTS} times")
+    raise TimeoutError(f"{num_processes} processes did not start in {STARTS} attempts")
 
 
 def judgement_of(found: list[RankFindings]) -> Judgement:

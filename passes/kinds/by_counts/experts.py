@@ -353,8 +353,9 @@ def products_wait(region: MoERegion) -> bool:
 @functools.cache
 def _warn() -> None:
     LOG.warning(
-        "megamoe: torch has no kernel of grouped products (torch._grouped_mm) for this GPU: for "
-        "each the host waits for the device and copies offsets from it, so that less is launched "
-        "ahead, and less hidden, than predicted. To do: compute experts one after another on "
-        "rows.split(sizes), as torchtitan's use_grouped_mm = False does"
+        "megamoe: torch has no grouped GEMM kernel (torch._grouped_mm) for this GPU: for each "
+        "grouped GEMM the host waits for the device and copies offsets from it, so that fewer "
+        "kernels are launched ahead, and less communication is hidden, than predicted. To do: "
+        "compute experts one after another on rows.split(sizes), as torchtitan's use_grouped_mm "
+        "= False does"
     )
