@@ -108,12 +108,15 @@ class Traced:
     as_written: list[dict[str, str]] = field(default_factory=list)
     """Timelines of its graphs before any pass, where a page is asked for."""
 
-    def add_phase(self, phase: str, graph: fx.Graph, launches: list[Launch]) -> None:
-        """Add one graph, with its collectives."""
+    def add_phase(
+        self, phase: str, graph: fx.Graph, launches: list[Launch], axes: Mapping[str, str]
+    ) -> None:
+        """Add one graph, with its collectives; `axes` name the process groups of its record."""
         self.launches[phase] = launches
         self.measures[phase] = predicted_measures(graph)
         if record := record_of(graph):
-            self.records.append(record)
+            named = {axes.get(group, group): order for group, order in record["launches"].items()}
+            self.records.append({**record, "launches": named})
 
     def exposed_share(self, *phases: str, measure: str = "exposed_us") -> float:
         """Return the exposed time in `phases` over that with `NOTHING_HIDDEN`; 1 for 0 of 0.
@@ -212,7 +215,7 @@ def _trace(
     sizes, axes = NominalSizes(asked.state.nominal_sizes), rank.axis_of_groups()
     for phase, graph in (("forward", forward), ("backward", backward)):
         sizes.learn(graph)
-        traced.add_phase(phase, graph, _launches(graph, sizes, axes))
+        traced.add_phase(phase, graph, _launches(graph, sizes, axes), axes)
     traced.saved_bytes = _saved_bytes(forward, backward, sizes)
     if plain:
         before = [phase.get("exposed_us_before", 0.0) for phase in measured.pop(0)]
