@@ -144,7 +144,7 @@ def test_right_flags_pass(tmp_path):
 
 def test_a_missing_file_is_said(capsys):
     assert main(["train", "nowhere.toml"]) == 2
-    assert "nowhere.toml: No such file" in capsys.readouterr().err
+    assert "nowhere.toml: there is no such file" in capsys.readouterr().err
 
 
 def test_without_torchtitan_the_user_is_told_what_to_install(tmp_path):
