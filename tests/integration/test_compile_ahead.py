@@ -67,6 +67,7 @@ def test_a_run_ahead_leaves_nothing_behind():
     assert part.weight.grad is None and part.seen.item() == 0
 
 
+@pytest.mark.slow
 def test_all_is_compiled_before_the_first_microbatch(pool_for, tmp_path):
     ranks = run(pool_for, PIPELINE, tmp_path / "job", Counting)
     for rank in range(ranks):
