@@ -168,8 +168,8 @@ def _outer_of_rows(
             outer = flat(dim)[:1]
             if any(factor.size % batch.size for factor in outer):
                 raise Lost(
-                    f"the outermost dimension of the rows of {one.region.name} is not a multiple "
-                    "of the batch"
+                    f"the rows of {one.region.name} cannot be divided as the batch is: the size of "
+                    "the outermost index in their order is not a multiple of the batch size"
                 )
             yield from outer
 

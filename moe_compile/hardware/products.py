@@ -75,7 +75,10 @@ class Curve:
                 f"a curve needs two points or more, with rising numbers of rows; it has {rows}"
             )
         if not all(0 < share <= 1 for _, share in self.points):
-            raise InvalidConfig("the shares of a curve must be above 0 and at most 1")
+            shares = [share for _, share in self.points]
+            raise InvalidConfig(
+                f"every share of a curve must be above 0 and at most 1; it has {shares}"
+            )
 
     def at(self, rows: float) -> float:
         """Return the share at `rows`; below the first point it falls in proportion to rows."""

@@ -211,7 +211,10 @@ def read_profile(name: str) -> SourcedFile:
         name = detected_profile()
     path = Path(name) if name.endswith(".toml") else PROFILES / f"{name}.toml"
     if isinstance(outside := _outside(name), HardwareProfile):
-        raise InvalidConfig(f"megamoe.hardware: {name!r} is made by a function: it has no file")
+        raise InvalidConfig(
+            f"megamoe.hardware: {name!r} has no file to read, because a function makes this "
+            "profile; name a profile that has a file"
+        )
     path = outside or path
     try:
         return with_contention(read_sourced(path))

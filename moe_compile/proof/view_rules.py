@@ -82,7 +82,7 @@ def squeezed(call: Call) -> None:
 def _pieces(call: Call, order: Order, sizes: list[sympy.Expr]) -> list[Order]:
     pieces = cut(order, sizes)
     if pieces is None:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows, not at the end of a run of rows")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} cuts rows in the middle of a run of rows")
     return pieces
 
 
