@@ -21,62 +21,67 @@ MEASURES: Final = {"inductor": "inductor", BOUNDED: STABLE}
 INTRODUCTION: Final = """\
 # Layers and models of other packages
 
-Look here whether a layer of another package is found, and what to change if it is not.
-`make acceptance` made the table: it installs the packages of
-`benchmarks/acceptance/requirements.txt` in an environment of its own. Every layer and model is as
-its package has it, small, with random weights, on CPUs; two ranks exchange by gloo. Each runs two
-steps, the second with more tokens. Each is compiled by `backend="megamoe"` with `codegen = "fx"`,
-on two ranks once more with `chunks = 2`. It is compared with plain `aot_eager` under torch's own
-settings, on every rank, bit for bit: outputs, gradients of inputs and of all parameters, buffers
-and random state. Where it says "Inductor", default code is compared with `backend="inductor"` as
-well.
+This page says whether megamoe finds a layer of another package, and what to change if it does not.
+`make acceptance` made the table. It installs the packages of
+`benchmarks/acceptance/requirements.txt` in a separate environment. Every layer and model is
+unchanged, small, with random weights, and runs on CPUs; two ranks exchange by gloo. Each case runs
+two steps, the second with more tokens. Each is compiled by `backend="megamoe"` with `codegen =
+"fx"`; cases on two ranks are compiled once more with `chunks = 2`. Results are compared with those
+of plain `aot_eager` under torch's own settings, on every rank, bit for bit: outputs, gradients of
+inputs and of all parameters, buffers and random state. Where the page says "Inductor", code of the
+default `codegen` was compared with `backend="inductor"` as well.
 
-"Graphs" are those of the first step; 1 is a model captured whole. "Crash" is an error where
-`aot_eager` runs. "Bounded": regions in chunks where `numerics = "bounded"` lets sums over rows
-round otherwise. Chunks sort what they received stably then: each step is compared, bit for bit as
-well, with plain `aot_eager`, or with it where sorts outside of the dispatch are stable.
-A rank runs `aot_eager` first, in the same process: what a package keeps from its first call, as
-fairscale's gate does (5 graphs in a fresh process), is there when megamoe compiles.
+- "Graphs" is the number of graphs in the first step; 1 is a model captured whole.
+- "Crash" says whether megamoe raises an error where `aot_eager` runs.
+- "Bounded" is the number of regions that run in chunks with `numerics = "bounded"`, which lets sums
+  over rows round differently. Chunks then sort the received rows stably. Each step is compared bit
+  for bit with plain `aot_eager`, or with `aot_eager` whose sorts are stable outside of the
+  dispatch.
 
-torch {torch}, Python {python}: the newest megatron-core, 0.19.2, needs Python 3.12. Tutel is not on
-PyPI, and so not in the table.
+A rank runs `aot_eager` first, in the same process. So if a package keeps state from its first call,
+this state is there when megamoe compiles. fairscale's gate keeps such state; in a fresh process it
+has 5 graphs.
+
+The versions are torch {torch} and Python {python}. The newest megatron-core, 0.19.2, needs Python
+3.12, so the table has an older one. Tutel is not on PyPI, and so not in the table.
 """
 OWN: Final = "megamoe"
 NOTES: Final = """\
 ## What the reasons come down to
 
-A layer of this repository that is chunked was given each form alone, and then the same reason.
+To confirm a reason, a layer of this repository that runs in chunks was given each form alone, and
+it then had the same reason.
 
-- transformers' experts sort what they received by `torch.sort(expert_ids)`. A sort that is not
-  stable has another order where there are fewer rows (on a CPU with AVX-512 from some 20 rows on),
-  and a weight's gradient is a sum in that order. Write `torch.sort(expert_ids, stable=True)`, or
-  set `numerics = "bounded"`: then all five models run in chunks in bfloat16, with the bits of a
-  stable sort. In other types transformers calls a grouped product of its own there, of which the
-  effect on rows is not known. `AllToAllEP` also breaks the graph between dispatch and combine, at
-  `if tokens.shape[0] == 0`.
-- DeepSpeed's AutoEP puts its own layer in the place of a model's. With transformers 5.24.0 its last
-  step fails (`_CanRecordRegistry.get() takes 2 positional arguments but 3 were given`), so the
-  layer is compiled alone. On CPUs it reads every count on the host, and Dynamo ends the graph at
-  `if length > 0`. On GPUs a kernel does the same, here "indices by operators": one graph, one
-  region, in chunks, with the bits of `aot_eager`. On GPUs 0.19.8 moves the rows too by a kernel of
-  its own (`permute_rows`). What a model's own kernel does to rows is not followed, so such a layer
-  stays whole there.
-- DeepSpeed with `drop_tokens=False` sends as many slots as the fullest expert of all ranks has
-  rows. `capacity = int(counts.max())` is known at run time only; experts with a capacity are
-  followed where sizes are numbers.
-- DeepSpeed computes its capacity of tensors, `int(torch.ceil(tokens / experts *
-  torch.tensor(factor)))`. Where the number of tokens is a symbol, torch 2.13 reads a wrong number
-  of it, with every backend, under `capture_scalar_outputs` or `fullgraph=True`. megamoe notices,
-  and compiles the code for one number of tokens at a time
+- transformers' experts sort received rows by `torch.sort(expert_ids)`. With fewer rows, a sort that
+  is not stable may give another order (on a CPU with AVX-512 from some 20 rows on), and a weight's
+  gradient is a sum in that order. Write `torch.sort(expert_ids, stable=True)`, or set `numerics =
+  "bounded"`. Then all five models run in chunks in bfloat16, with the bits of a stable sort. In
+  other types transformers calls a grouped product of its own, whose effect on rows megamoe does not
+  know. `AllToAllEP` also breaks the graph between dispatch and combine, at `if tokens.shape[0] ==
+  0`.
+- DeepSpeed's AutoEP replaces a model's layer by its own. With transformers 5.24.0 its last step
+  fails (`_CanRecordRegistry.get() takes 2 positional arguments but 3 were given`), so the layer is
+  compiled alone. On CPUs it reads every count on the host, and Dynamo ends the graph at `if length
+  > 0`. On GPUs a kernel does the same work. The rows "indices by operators" show this form: one
+  graph, one region, in chunks, with the bits of `aot_eager`. On GPUs 0.19.8 also moves the rows by
+  a kernel of its own (`permute_rows`). megamoe does not follow what a model's own kernel does to
+  rows, so such a layer stays whole on GPUs.
+- With `drop_tokens=False` DeepSpeed sends as many slots as the fullest expert of all ranks has
+  rows. `capacity = int(counts.max())` is known at run time only, and megamoe follows experts with a
+  capacity only if sizes are numbers.
+- DeepSpeed computes its capacity from tensors, `int(torch.ceil(tokens / experts *
+  torch.tensor(factor)))`. If the number of tokens is a symbol, torch 2.13 reads a wrong number from
+  such a tensor, with every backend, under `capture_scalar_outputs` or `fullgraph=True`. megamoe
+  recognises this case, and compiles the code for one number of tokens at a time
   ([limits.md](limits.md#compilation)).
-- Megatron-Core permutes tokens by `masked_select`, where Dynamo ends the graph, and sorts what it
-  received by `[parts[i] for i in order.tolist()]`, which Dynamo does not trace with host reads in
-  graphs: that function runs eagerly.
-- Megatron-Core's linear layers warn on rank 0 (`warnings.warn`), where Dynamo ends the graph on
+- Megatron-Core permutes tokens by `masked_select`, at which Dynamo ends the graph. It sorts
+  received rows by `[parts[i] for i in order.tolist()]`, which Dynamo does not trace if host reads
+  stay in graphs; so the function with this line runs eagerly.
+- Megatron-Core's linear layers warn on rank 0 (`warnings.warn`), and Dynamo ends the graph there on
   that rank alone. With `torch._dynamo.config.ignore_logging_functions.add(warnings.warn)` its layer
-  padded to capacity is one graph. It stays whole: it has two exchanges to the experts, split sizes
-  read from a tensor, linear layers in a Function, and a router whose weight is given other memory
-  (`.data =`).
+  that is padded to capacity is one graph. This layer stays whole, because it has two exchanges to
+  the experts, split sizes read from a tensor, linear layers in a Function, and a router whose
+  weight is given other memory (`.data =`).
 """
 PATHS: Final = re.compile(r"[^\s\"']*/site-packages/")
 ADDRESSES: Final = re.compile(r" at 0x[0-9a-f]+")
@@ -245,6 +250,8 @@ def _comparisons(case: Mapping[str, Any]) -> Iterator[tuple[str, int, str, Mappi
 
 
 def _short(text: str) -> str:
-    """Return `text` on one line, without this machine's paths and what would be markup."""
-    line = " ".join(ADDRESSES.sub("", without_places(text)).split()).translate(MARKUP)
-    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
+    """Return `text` on one line, without this machine's paths, or markup outside of code."""
+    line = " ".join(ADDRESSES.sub("", without_places(text)).split())
+    *parts, last = (line if len(line) <= LONGEST else line[: LONGEST - 3] + "...").split("`")
+    kept = (part if i % 2 else part.translate(MARKUP) for i, part in enumerate(parts))
+    return "`".join((*kept, last.translate(MARKUP)))

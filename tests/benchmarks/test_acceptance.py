@@ -62,6 +62,11 @@ def test_an_error_is_a_crash_where_the_measure_ran():
     assert "1 crash where `aot_eager` works" in page(layer)
 
 
+def test_code_in_a_break_is_printed_as_it_is_and_the_text_around_it_without_markup():
+    layer = case(fx=[on(breaks=["a.py:1 in f, <lambda>: Dynamo does not trace `if n > 0:`"])])
+    assert "first break: a.py:1 in f, (lambda): Dynamo does not trace `if n > 0:`" in page(layer)
+
+
 def test_what_only_one_run_has_differs():
     one = torch.ones(1)
     assert differences({"a": one, "b": one}, {"a": one}) == {"b": float("inf")}
