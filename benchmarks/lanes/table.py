@@ -11,24 +11,25 @@ from benchmarks.lanes.steps import LANES, STEPS, steps_of
 INTRODUCTION: Final = f"""\
 # Which torch
 
-Look here which releases of torch megamoe was run on, and what passed on each. `make lanes` made the
-table, on CPUs alone. It runs the product on each release, in an environment of its own that it
-removes again:
+This page says which releases of torch megamoe was run on, and which steps passed on each. `make
+lanes` made the table, on CPUs alone. It runs megamoe on each release, in a separate environment
+that it removes again:
 
 - the import, and the README's example on two ranks;
 - the debug recipe for {STEPS} steps, against the same job without compiling on the same torch;
 - the quick tests of the folders named;
-- three CUDA programs, generated and read.
+- the generation of three CUDA programs, whose code is then read.
 
-`make lanes VERSIONS=2.11.0` runs one of them; what passed is not run again.
+`make lanes VERSIONS=2.11.0` runs one release. A step that passed is not run again.
 
-2.13.0 is what `make test` and all other pages use. 2.11.0 is the least release, and that of many
-GPU images. A cell has the day on which the step passed; one that is empty was not run. "Off" is the
-most that a loss of the recipe is off eager's.
+`make test` and all other pages use 2.13.0. The oldest release that megamoe supports is 2.11.0,
+which is also in many GPU images. A cell has the day on which the step passed. An empty cell means
+that the step was not run, and "no" that it failed. "Off" is the largest difference of a loss of the
+recipe from the loss in eager mode.
 
-Python is 3.11 in all lanes. The sources are compiled by 3.12.1 and 3.13.0 without a warning
-(`python -W error::SyntaxWarning -m compileall`); nothing was run on these. `make lint` refuses what
-3.11 cannot read, and escapes that newer ones warn of.
+All lanes use Python 3.11. Python 3.12.1 and 3.13.0 compile the sources without a warning (`python
+-W error::SyntaxWarning -m compileall`), but nothing was run on these. `make lint` refuses code that
+3.11 cannot read, and escapes that newer versions warn of.
 
 """
 

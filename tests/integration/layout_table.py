@@ -70,37 +70,40 @@ COLUMNS: Final = ("model", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", 
 HEAD: Final = """\
 # Layouts
 
-Look here whether your layout of a job over ranks is tested or refused, and why.
-`python -m tests.integration.layout_table` makes this page. The code that refuses a layout and the
-tests that train one read the same lists.
+This page says which layouts of a job over ranks are tested, and which layouts are refused and why.
+`python -m tests.integration.layout_table` prints this page. The code that refuses a layout and the
+tests that train a layout read the same lists.
 
 ## Trained and compared
 
-A tiny model in each of these layouts, gloo, `codegen = "fx"`, two chunks. Every MoE layer is
-chunked. Other degrees on the same axes are laid out by the same code.
+The tests train a tiny model in each of these layouts, over gloo, with `codegen = "fx"` and two
+chunks. Every MoE layer runs in chunks. The same code lays out other degrees on the same axes.
 
-- digits of: over five steps, from the same seed, it prints to the last digit the losses and
-  gradient norms of torchtitan; or of the same layout that is not compiled ("itself"), where
-  torchtitan 0.2.2 gets gradients wrong ([torchtitan.md](torchtitan.md#gradients-of-one-rank)).
-- against one rank: the same model, weights, sequences and loss on one rank without parallelism, not
-  compiled, all in float32. `make one-rank` holds every row to this: no gradient of the first step
-  is more than 1e-4 of its norm off; after three steps of Adam the change of no parameter, no moment
-  and no expert bias more than 1e-3. Experts are given the same numbers of tokens in every step.
+- digits of: the run with which losses and gradient norms are compared. Over five steps from the
+  same seed they agree to the last printed digit. The other run is torchtitan's. Where torchtitan
+  0.2.2 gets gradients wrong ([torchtitan.md](torchtitan.md#gradients-of-one-rank)), it is the same
+  layout without compilation ("itself").
+- against one rank: the comparison with the same model, weights, sequences and loss on one rank
+  without parallelism, not compiled, all in float32. `make one-rank` checks two conditions for every
+  row. In the first step, no gradient is off by more than 1e-4 of its norm. After three steps of
+  Adam, nothing is off by more than 1e-3: no change of a parameter, no moment and no expert bias.
+  Experts are given the same numbers of tokens in every step.
 
 """
 ALONE: Final = """
 ## Compared with one rank alone
 
-Layouts without an exchange to hide, and one whose scores multiply what divided experts are given.
+Most of these layouts have no exchange to hide. In the last one, experts are divided by columns, and
+scores multiply the rows before the experts.
 
 """
 DIVIDED: Final = """
 ## Ulysses attention, trained and compared
 
-torchtitan's own CP needs CUDA. From one checkpoint, on one text, at a learning rate of 5e-4, these
-print over five steps the losses and gradient norms of torchtitan's FSDP on two ranks, to the last
-digit; FSDP on four ranks prints these too. deepseek_v3 and llama4 with cp 2 and ep 2 differ in one
-last digit.
+torchtitan's own CP needs CUDA, so these layouts are compared with torchtitan's FSDP on two ranks,
+without CP. Both runs start from one checkpoint, read one text, and have a learning rate of 5e-4.
+Over five steps losses and gradient norms agree to the last printed digit; those of FSDP on four
+ranks are the same. deepseek_v3 and llama4 with cp 2 and ep 2 differ in one last digit.
 
 """
 REFUSED: Final = """
