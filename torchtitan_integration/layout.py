@@ -20,7 +20,7 @@ MODEL: Final = "model"
 """Component of `compile.components` that has the exchanges."""
 
 
-def _key(key: str, default: int | str | bool) -> Any:
+def _key(key: str, default: int | str | bool | tuple[str, ...]) -> Any:
     return field(default=default, metadata={"key": key})
 
 
@@ -39,6 +39,7 @@ class Layout:
     pp_schedule: str = _key("parallelism.pipeline_parallel_schedule", "1F1B")
     exchange: str = _key("parallelism.expert_parallel_comm_backend", "standard")
     async_tp: bool = _key("parallelism.enable_async_tensor_parallel", False)
+    converters: tuple[str, ...] = _key("model.converters", ())
     seq_len: int = _key("training.seq_len", 2048)
     checkpointing: str = _key("activation_checkpoint.mode", "selective")
     """Activation checkpointing."""
@@ -115,12 +116,17 @@ def toml(value: Any) -> str:
     """Return `value` as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _as(kind: type, value: Any, key: str) -> Any:
     if kind is bool:
         return str(value).lower() == "true"
+    if kind is tuple:
+        names = value.split(",") if isinstance(value, str) else value
+        return tuple(str(name).strip() for name in names if str(name).strip())
     if kind is str:
         return str(value)
     try:
@@ -131,6 +137,8 @@ def _as(kind: type, value: Any, key: str) -> Any:
 
 MODELS: Final = ("deepseek_v3", "gpt_oss", "llama4", "qwen3")
 SCHEDULES: Final = ("1F1B", "Interleaved1F1B")
+IN_FP8: Final = "quantize.grouped_mm.float8"
+"""torchtitan's converter of the products of experts, by torchao."""
 CHECKPOINTING: Final = ("none", "selective", "full")
 
 
@@ -289,6 +297,14 @@ RULES: Final = (
         field="checkpointing",
         instead=lambda _: CHECKPOINTING[1],
         why="it lets the partitioner recompute exchanges",
+    ),
+    Rule(
+        holds=lambda x: x.ep > 1 and IN_FP8 in x.converters,
+        what=f"{IN_FP8} with EP",
+        field="converters",
+        instead=lambda x: tuple(name for name in x.converters if name != IN_FP8),
+        why="its backward asserts on the strides of the rows received, and torch cannot trace that "
+        "where their number is known at run time only (torchao 0.15 and 0.16)",
     ),
     Rule(
         holds=lambda x: x.gradient_wire != "same" and x.reduce_dtype != "float32",

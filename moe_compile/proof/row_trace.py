@@ -11,6 +11,9 @@ functions whose backward is written by hand.
 Such a graph runs under its own modes, inside of those that its call runs under. Host reads and
 collectives in it are refused. A backward written by hand runs once, on gradients of the form of
 the results.
+
+A tensor of a class of its own, such as a weight that quantizes itself in every product, decides
+what operators on it compute, and what their gradients are. Nothing that reads one is trusted.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
@@ -145,6 +149,8 @@ def trace_body(region: MoERegion, *, may_round: bool = False) -> Trace | tuple[f
             return node, Left(Reason.COMMUNICATES)
     sources = [region.counts, region.received_counts, *received.values()]
     sources += [n for n in region.others if tensor_of(n) is not None and n not in constants]
+    if (refused := _reads_own_class([*sources, *body], frozenset(body))) is not None:
+        return refused
     made_stable = frozenset(filter(is_open_sort, body)) if may_round else frozenset()
     steps: list[Step] = []
     recorder = Recorder(lambda one: steps.append(_stable(one) if one.node in made_stable else one))
@@ -154,6 +160,29 @@ def trace_body(region: MoERegion, *, may_round: bool = False) -> Trace | tuple[f
     except _Stopped as stopped:
         return stopped.node, stopped.why
     return Trace(tuple(runner.inputs), tuple(runner.steps), made_stable)
+
+
+def _reads_own_class(
+    made: Sequence[fx.Node], body: frozenset[fx.Node]
+) -> tuple[fx.Node, Left] | None:
+    """Return the first node of the body that reads a tensor whose class is not torch's, if any.
+
+    The local part of a DTensor is a plain tensor.
+    """
+    for node in made:
+        if (name := _own_class(value_of(node))) is None:
+            continue
+        for user in node.users:
+            if user in body and user.target != "to_local":
+                what = f"{operator_at(user)} of a {name}, which decides itself what it computes"
+                return user, Left(Reason.UNKNOWN_OPERATOR, what)
+    return None
+
+
+def _own_class(value: Any) -> str | None:
+    tensors = (t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+    own = (type(t) for t in tensors if type(t) not in (FakeTensor, torch.Tensor, nn.Parameter))
+    return next((kind.__name__ for kind in own), None)
 
 
 def _stable(one: Operator) -> Operator:

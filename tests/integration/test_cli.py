@@ -254,6 +254,7 @@ def test_every_rule_refuses_and_what_it_says_to_write_passes():
         {"seq_len": 130},
         {"async_tp": True},
         {"checkpointing": "memory_budget"},
+        {"converters": ("quantize.linear.float8", "quantize.grouped_mm.float8")},
         {"gradient_wire": "bf16_fp32_sum", "reduce_dtype": "bfloat16"},
         {"gradient_wire": "bf16_fp32_sum", "dp_shard": 1, "ep": 1},
         {"validates": True},
@@ -287,6 +288,18 @@ def test_heads_fit_where_every_rank_has_its_own_or_shares_one(query_heads, kv_he
 )
 def test_attention_is_ulysses_where_asked_for_or_where_there_is_cp(attention, cp, is_ulysses):
     assert Layout(attention=attention, cp=cp).is_ulysses is is_ulysses
+
+
+@pytest.mark.parametrize("is_flag", [False, True])
+def test_a_list_is_read_of_the_file_and_of_a_flag_and_printed_as_toml_writes_it(tmp_path, is_flag):
+    names = ("quantize.linear.float8", "quantize.grouped_mm.float8")
+    flags = [f"--model.converters={','.join(names)}"] if is_flag else []
+    listed = "" if is_flag else f"converters = {list(names)}\n"
+    text = OURS.replace("[model]\n", f"[model]\n{listed}")
+    degrees = "[parallelism]\ndata_parallel_shard_degree = 2\nexpert_parallel_degree = 2\n"
+    with pytest.raises(InvalidConfig) as said:
+        load_job(write(tmp_path, text + degrees), flags)
+    assert 'write model.converters = ["quantize.linear.float8"]' in str(said.value)
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path):

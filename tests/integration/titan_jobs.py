@@ -119,8 +119,9 @@ def train(pool, ranks, folder, *changes, renewed=True, base=SMALL, recorder=None
 
 
 def flags_of(settings):
-    """Return torchtitan's command line for settings by TOML key."""
-    flags = [f"--{key}={value}" for key, value in settings.items() if not isinstance(value, bool)]
+    """Return torchtitan's command line for settings by TOML key; an empty list needs no flag."""
+    lists = {k: ",".join(v) if isinstance(v, tuple) else v for k, v in settings.items() if v != ()}
+    flags = [f"--{key}={value}" for key, value in lists.items() if not isinstance(value, bool)]
     flags += [f"--{key}" for key, value in settings.items() if value is True]
     return flags + [f"--{k.replace('.', '.no-', 1)}" for k, v in settings.items() if v is False]
 

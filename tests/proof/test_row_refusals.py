@@ -196,3 +196,67 @@ def test_a_refusal_names_the_operator_and_the_users_line(fake_ranks):
     verdict = judge(layer_of(Case, fake_ranks), tokens())
     assert verdict.detail.startswith("`.mean()`: ")
     assert "rows - rows.mean(0)" in verdict.detail
+
+
+class SharesAScale(torch.Tensor):
+    """A weight that divides all rows of a product by the largest of them, as by one fp8 scale."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, strides=data.stride(), dtype=data.dtype
+        )
+
+    def __init__(self, data):
+        self.data_of_own = data
+
+    def __tensor_flatten__(self):
+        return ["data_of_own"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return SharesAScale(inner["data_of_own"])
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch._grouped_mm:
+            rows, weight = args
+            scale = rows.abs().amax()
+            return torch._grouped_mm(rows / scale, weight.data_of_own, **kwargs) * scale
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        own = [a.data_of_own if isinstance(a, cls) else a for a in args]
+        made = func(*own, **(kwargs or {}))
+        keeps = func in (torch.ops.aten.detach.default, torch.ops.aten.transpose.int)
+        return cls(made) if keeps else made
+
+
+class OfAClassOfItsOwn(Refusable):
+    """The weights of the gate are of such a class."""
+
+    def make_experts(self, width, hidden, rand):
+        super().make_experts(width, hidden, rand)
+        self.w1 = nn.Parameter(SharesAScale(self.w1.detach()))
+
+
+class TransposesIt(Refusable):
+    """So are these, and the product reads a view of them."""
+
+    def make_experts(self, width, hidden, rand):
+        super().make_experts(width, hidden, rand)
+        self.turned = nn.Parameter(SharesAScale(self.w1.detach().mT.contiguous()))
+        del self.w1
+
+    @property
+    def w1(self):
+        return self.turned.transpose(-2, -1)
+
+
+@pytest.mark.parametrize("layer", [OfAClassOfItsOwn, TransposesIt])
+def test_a_product_with_a_weight_of_a_class_of_its_own_is_not_trusted(fake_ranks, layer):
+    verdict = judge(layer_of(layer, fake_ranks), tokens())
+    assert verdict.reason is Reason.UNKNOWN_OPERATOR
+    assert "_grouped_mm" in verdict.detail and "SharesAScale" in verdict.detail
