@@ -183,6 +183,13 @@ def test_a_stated_skew_counts_and_an_assumed_doubling_does_not():
     assert "assumed even" in skew_line(assumed) and "needs 6.00 GiB more: 76" in skew_line(assumed)
 
 
+@pytest.mark.parametrize("busiest", [EVEN, SKEWED])
+def test_where_no_row_is_counted_the_dry_run_says_so(busiest):
+    """Tokens that are all-gathered have no exchange that says how many rows a rank has."""
+    line = skew_line(stage("rank 0", 70, busiest, 0))
+    assert "changes no size that is counted on rank 0" in line and 'dispatch = "all_gather"' in line
+
+
 def test_the_three_changes_that_help_most_are_named_the_largest_first():
     saved = {"a": 1, "b": 3, "c": 2, "d": 0.5, "e": -1}
     helped = [

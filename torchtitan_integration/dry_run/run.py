@@ -240,14 +240,15 @@ def dry_run(
     wanted = Wanted(compares=compares, has_page=has_page)
     with Console(stderr=True).status("tracing") as status:
         traced = trace_stages(file, world, stages, status.update, wanted)
-        print_layers(traced, console)
-        if not compares and any(layer.unhidden_us for layer in traced):
-            console.print(COMPARE)
-        memory, device = stages.memory(traced), device_memory(_hardware(file))
-        print_memory(memory, console)
-        helped: list[Helped] = []
-        if device.total and device.left(memory) < 0:
-            job = DryJob(file=file, world=world, stages=stages, traced=traced, device=device)
+    print_layers(traced, console)
+    if not compares and any(layer.unhidden_us for layer in traced):
+        console.print(COMPARE)
+    memory, device = stages.memory(traced), device_memory(_hardware(file))
+    print_memory(memory, console)
+    helped: list[Helped] = []
+    if device.total and device.left(memory) < 0:
+        job = DryJob(file=file, world=world, stages=stages, traced=traced, device=device)
+        with Console(stderr=True).status("what to change") as status:
             helped = try_changes(job, changes, status.update)
     report = {**_report(traced, device.name), "memory": memory_report(device, memory, helped)}
     _write_report(str(file.read("megamoe.report", "")), report, console)

@@ -202,8 +202,13 @@ def refusals(file: JobFile) -> Iterator[None]:
 
 
 def _schedule_share(rank: FakeRank) -> float:
+    """Return the share of what a rank holds that its schedule may add; 0 where that is no matter.
+
+    A job that names `step_peak_bytes` allows every rank as much.
+    """
     options = options_of_graphs(rank.job)
-    return options.max_memory_increase if options.schedule else 0.0
+    allows_more = options.schedule and not options.step_peak_bytes
+    return options.max_memory_increase if allows_more else 0.0
 
 
 def _saved(graphs: Graphs, microbatches: float) -> int:

@@ -68,6 +68,12 @@ def skew_line(fullest: StageMemory) -> str:
     busiest, more = fullest.busiest, fullest.more_rows / GIB
     if busiest.why_even:
         return f"Rows are even on all ranks: {busiest.why_even}."
+    if not fullest.more_rows:
+        return (
+            f"Uneven routing changes no size that is counted on {fullest.place}: it has no block "
+            "with experts, its experts have a capacity, or tokens are all-gathered "
+            '(dispatch = "all_gather"), whose rows are counted as even.'
+        )
     if not busiest.is_stated:
         return (
             "Routing is assumed even (megamoe.routing_skew = 0). If one rank gets twice its rows "
