@@ -74,7 +74,8 @@ class MegaMoEConfig:
     routing_skew: float = 0.0
     """The routing imbalance that prices of chunks assume (docs/planner.md#a-stated-skew): the
     exponent s of a Zipf law, by which the i-th most popular expert gets rows in proportion to i **
-    -s. 0: even routing."""
+    -s. 0: even routing. A dry run also counts the memory of the busiest rank by it
+    (docs/memory.md#before-there-is-a-gpu)."""
     batch_parts: int | str = 1
     """Number of parts of the batch that a graph runs in (docs/batch.md): attention and experts of
     one part run while rows of another travel. A parameter's gradient is the sum over parts, as in

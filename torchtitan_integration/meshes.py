@@ -48,10 +48,14 @@ def expert_mesh(dims: ParallelDims, axes: list[str]) -> DeviceMesh | None:
     mesh, ep = dims.get_optional_mesh(axes), dims.get_optional_mesh("ep")
     if mesh is None or ep is None or not has_default_group(ep):
         return mesh
-    shards = dims.dp_shard * dims.cp * dims.tp // (dims.etp * dims.ep)
-    shape = (dims.pp, dims.dp_replicate, shards, dims.ep, dims.etp)
+    shape = (dims.pp, dims.dp_replicate, expert_shards(dims), dims.ep, dims.etp)
     own = _own_expert_mesh(dist.group.WORLD, mesh.device_type, shape)
     return own[axes[0]] if len(axes) == 1 else own[tuple(axes)]
+
+
+def expert_shards(dims: ParallelDims) -> int:
+    """Return the number of ranks over which FSDP shards the experts of one rank: axis `efsdp`."""
+    return dims.dp_shard * dims.cp * dims.tp // (dims.etp * dims.ep)
 
 
 def has_default_group(axis: DeviceMesh) -> bool:
@@ -196,9 +200,11 @@ def ranks_of_machine(world: dist.ProcessGroup) -> int:
     return int(told[0])
 
 
-CHANNELS: Final = 32
-"""Channels of NCCL between two GPUs of a machine, unless NCCL_MAX_P2P_NCHANNELS is fewer."""
-CHANNEL_BYTES: Final = 3.28e9 / (7 * CHANNELS)
+CHANNELS: Final = "NCCL_MAX_P2P_NCHANNELS"
+"""Environment variable that limits the number of NCCL's channels between two GPUs of a machine."""
+MOST_CHANNELS: Final = 32
+"""Number of these channels where the variable allows as many."""
+CHANNEL_BYTES: Final = 3.28e9 / (7 * MOST_CHANNELS)
 """Bytes that NCCL keeps per channel in a group of all-to-alls: at the first one those to seven of
 eight H100s took 3.28 GB (github.com/NVIDIA/nccl/issues/1685)."""
 NETWORK_BYTES: Final = 2**29
@@ -216,10 +222,8 @@ def exchange_buffers(dims: ParallelDims, options: MegaMoEConfig) -> int:
     of_machine = options.node_ranks or int(
         os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())
     )
-    most = os.environ.get("NCCL_MAX_P2P_NCHANNELS", "")
-    channels = min(CHANNELS, int(most)) if most.isdecimal() else CHANNELS
     ranks = map(dist.get_process_group_ranks, groups)
-    own = sum(buffers_of(members, dist.get_rank(), of_machine, channels) for members in ranks)
+    own = sum(buffers_of(members, dist.get_rank(), of_machine, channels()) for members in ranks)
     if backend in UNCOMPARED:
         return own
     largest = torch.tensor(own, device="cuda")
@@ -227,8 +231,16 @@ def exchange_buffers(dims: ParallelDims, options: MegaMoEConfig) -> int:
     return int(largest)
 
 
-def buffers_of(ranks: Sequence[int], own: int, of_machine: int, channels: int = CHANNELS) -> int:
+def channels() -> int:
+    """Return the number of channels that NCCL makes between two GPUs of a machine."""
+    most = os.environ.get(CHANNELS, "")
+    return min(MOST_CHANNELS, int(most)) if most.isdecimal() else MOST_CHANNELS
+
+
+def buffers_of(
+    ranks: Sequence[int], own: int, of_machine: int, num_channels: int = MOST_CHANNELS
+) -> int:
     """Return the bytes that rank `own` of a group of all-to-alls keeps for it."""
     near = sum(one // of_machine == own // of_machine for one in ranks)
     far = NETWORK_BYTES if near < len(ranks) else 0
-    return round((near - 1) * channels * CHANNEL_BYTES) + far
+    return round((near - 1) * num_channels * CHANNEL_BYTES) + far

@@ -32,6 +32,7 @@ from torchtitan_integration.layout import BACKEND, check_layout, of_model, read_
 from torchtitan_integration.meshes import (
     connect_exchanges,
     exchange_buffers,
+    expert_shards,
     register_nodes,
     sequence_mesh,
 )
@@ -185,8 +186,16 @@ def bytes_held(model: nn.Module, dims: ParallelDims) -> int:
     This is a lower bound of the step's peak: saved activations come on top. It is the same on every
     rank, also where a dimension does not divide: plans depend on it.
     """
-    total = sum(_largest_share(p) * p.element_size() for p in model.parameters())
-    return COPIES_OF_PARAMETERS * total // max(1, dims.dp_shard * dims.cp)
+    shares = (
+        _largest_share(p) * p.element_size() // _data_shards(p, dims) for p in model.parameters()
+    )
+    return COPIES_OF_PARAMETERS * sum(shares)
+
+
+def _data_shards(parameter: nn.Parameter, dims: ParallelDims) -> int:
+    """Return the number of ranks over which FSDP will shard what a rank has of a parameter."""
+    axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    return max(1, expert_shards(dims) if "ep" in (axes or ()) else dims.dp_shard * dims.cp)
 
 
 def _largest_share(parameter: nn.Parameter) -> int:

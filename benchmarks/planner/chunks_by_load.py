@@ -38,6 +38,7 @@ from moe_compile.plan.uneven_price import (
     all_ranks_us,
     choose_uneven,
     even_ranges,
+    most_rows,
     ranges_by_load,
     rows_of_ranks,
 )
@@ -133,7 +134,7 @@ def predict() -> Iterator[ByLoad]:
                 cell=(name, num_ranks, profile),
                 num_chunks=num_chunks,
                 routing=routing,
-                imbalance=mean(max(map(sum, rows_of)) for rows_of in drawn),
+                imbalance=most_rows(drawn),
                 us={way: mean(priced.us(way, rows_of) for rows_of in drawn) for way in WAYS},
             )
 

@@ -5,7 +5,7 @@ Contract
     plan which ranks compare before they run.
     A backed symbol is worth its hint. An unbacked one is worth its balanced share: an all-to-all
     receives as many rows as it sends, which may be noted on it, and rows that are split are split
-    evenly.
+    evenly. Where routing is uneven, a rank that receives more rows than it sends can be looked at.
     Values found in the forward graph are kept in the dictionary given, for the backward graph.
 """
 
@@ -49,13 +49,16 @@ def note_nominal_rows(launches: Iterable[fx.Node], rows: int) -> None:
 class NominalSizes:
     """Nominal values of symbols, and sizes computed from them."""
 
-    def __init__(self, known: dict[str, int], rows: int = 1) -> None:
+    def __init__(self, known: dict[str, int], rows: int = 1, received: float = 1.0) -> None:
         """Share `known`, which is read, and filled by `learn`.
 
         `rows` is the value of an integer that the host reads and nothing in the graph explains.
+        `received` is the number of rows that all-to-alls bring to this rank's experts, over the
+        number that it sends.
         """
         self.known = known
         self._rows = rows
+        self._received = received
         self._cache: dict[Any, int] = {}
 
     def learn(self, graph: fx.Graph) -> None:
@@ -103,19 +106,21 @@ class NominalSizes:
             noted = (node.meta.get(ANNOTATIONS) or {}).get(NOMINAL_ROWS)
             rows = source.shape[0] if noted is None else noted
             self._share(rows, input_splits(node))
-            self._share(rows, output_splits(node))
+            self._share(rows, output_splits(node), self._received)
             return
         dim = node.args[2] if len(node.args) > 2 else 0
         sizes: Any = node.args[1]
         self._share(source.shape[dim], sizes)
 
-    def _share(self, total: Any, parts: Sequence[Any]) -> None:
-        """Give the unsolved `parts` even shares of `total` less the solved parts."""
+    def _share(self, total: Any, parts: Sequence[Any], factor: float = 1.0) -> None:
+        """Give the unsolved `parts` even shares of `factor * total` less the solved parts."""
         if self._unsolved(total):
             return
         values = [value_of(p) if isinstance(p, fx.Node) else p for p in parts]
         open_parts = [v for v in values if self._unsolved(v)]
-        left = self.size(total) - sum(self.size(v) for v in values if not self._unsolved(v))
+        left = round(factor * self.size(total)) - sum(
+            self.size(v) for v in values if not self._unsolved(v)
+        )
         for part in open_parts:
             self._solve(part, max(1, left // len(open_parts)))
 

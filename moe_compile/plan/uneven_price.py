@@ -79,6 +79,14 @@ def drawn_rows(
     )
 
 
+def most_rows(draws: Sequence[Sequence[Sequence[float]]]) -> float:
+    """Return the rows of the rank with most of them in units of an even rank's: the mean of draws.
+
+    `draws` are lists of ranks, each with the rows of its experts.
+    """
+    return mean(max(map(sum, rows_of)) for rows_of in draws)
+
+
 def all_ranks_us(
     work: RegionWork,
     candidate: Candidate,

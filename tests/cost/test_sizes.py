@@ -49,3 +49,17 @@ def test_bytes_follow_from_nominal_shapes(graphs):
     sizes.learn(forward.graph)
     dispatch = [n for n in forward.graph.nodes if is_all_to_all(n)][1]
     assert sizes.nbytes(dispatch.meta["val"]) == TOKENS * TOP_K // chunks * HIDDEN * 2
+
+
+def test_a_busy_rank_receives_more_rows_than_it_sends_and_sends_them_back(graphs):
+    """All that follows from what it received grows too, forward and backward."""
+    chunks, (forward, backward) = graphs
+    sent, known = TOKENS * TOP_K // chunks, {}
+    for gm in (forward, backward):
+        sizes = NominalSizes(known, received=2.5)
+        sizes.learn(gm.graph)
+        assert exchanged_rows(gm.graph, sizes) == {sent, 2.5 * sent}
+    dispatch, *_, combine = [n for n in forward.graph.nodes if is_all_to_all(n)][1:]
+    sizes = NominalSizes(known)
+    assert sizes.shape(tensor_of(dispatch))[0] == 2.5 * sent
+    assert sizes.shape(tensor_of(combine))[0] == sent

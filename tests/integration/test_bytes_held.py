@@ -31,6 +31,20 @@ def test_a_dimension_that_does_not_divide_counts_as_on_the_rank_with_most(rank):
     assert held == COPIES_OF_PARAMETERS * 4 * (3 * 6 + 7) // 2
 
 
+def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones():
+    """They counted as sharded over all ranks: with EP 2 as half, with EP 8 as an eighth."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))["ep"]
+        experts = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0)]))
+        module = nn.ParameterList([experts, nn.Parameter(torch.zeros(12))])
+        dims = ParallelDims(dp_replicate=1, dp_shard=4, cp=1, tp=1, pp=1, ep=2, etp=1, world_size=4)
+        held = bytes_held(module, dims)
+    finally:
+        dist.destroy_process_group()
+    assert held == COPIES_OF_PARAMETERS * 4 * (8 * 6 // 2 // 2 + 12 // 4)
+
+
 def test_nccl_has_buffers_for_each_rank_of_the_machine_and_for_all_others_together():
     """3.28 GB of eight H100s, as others measured it."""
     assert buffers_of(range(8), 3, 8) / 1e9 == pytest.approx(3.28)

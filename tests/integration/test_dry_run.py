@@ -20,17 +20,16 @@ from moe_compile.errors import InvalidConfig
 from moe_compile.schedule.timeline_data import AFTER, AS_WRITTEN, BEFORE
 from moe_compile.testing.rank_pool import RankPool
 from tests.integration.conftest import work_around
-from tests.integration.titan_jobs import CONFIG, flags_of
+from tests.integration.titan_jobs import CONFIG, ROOT, flags_of
 from tests.report.test_page import data_of
 from torchtitan_integration.dry_run.layers import beside
-from torchtitan_integration.dry_run.memory import (
-    ModelState,
-    StageMemory,
-    device_memory,
-    first_most_last,
-)
+from torchtitan_integration.dry_run.stages import measure_stages
+from torchtitan_integration.dry_run.world import fake_rank
+from torchtitan_integration.job_file import load_job
+from torchtitan_integration.parallelize import apply_model_parallelism, bytes_held
 
 DEGREE = "parallelism.{}_degree".format
+PROFILES = ROOT / "moe_compile/hardware/profiles"
 DIM, EXPERTS = 128, 8
 TOKENS, TOP_K = 8 * 128, 2
 FLOAT32, INT32, INT64 = 4, 4, 8
@@ -43,12 +42,17 @@ def process():
         yield pool
 
 
-def run_here(rank, arguments):
-    """Return what the command line returns and prints, in a process that has no group."""
+def begin_again():
+    """Leave the group of the pool, and all that an earlier dry run left in this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
     torch._dynamo.reset()
     _clear_sharding_prop_cache()
+
+
+def run_here(rank, arguments):
+    """Return what the command line returns and prints, in a process that has no group."""
+    begin_again()
     said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said[0]), contextlib.redirect_stderr(said[1]):
         status = main(arguments)
@@ -101,6 +105,9 @@ def test_exchanges_of_a_balanced_routing_are_counted_by_hand(dry_run, tmp_path):
     report = json.loads(path.read_text())
     assert [region["num_chunks"] for region in report["regions"]] == [2]
     assert [len(graph["launches"]["ep"]) for graph in report["graphs"]] == [5, 4]
+    assert report["memory"]["fits"] and len(report["memory"]["ranks"]) == 1
+    assert output.replace("\n", " ").strip().endswith("NCCL's other buffers and the allocator")
+    assert "fits in 80 GB" in output and "Routing is assumed even" in output
     assert f"as JSON: {path}" in output.replace("\n", "")
     assert "chunked, 2 chunks of 4 local experts" in output
     rows = TOKENS * TOP_K * DIM * FLOAT32
@@ -255,30 +262,51 @@ def test_other_ways_are_traced_in_copies_of_the_process(monkeypatch, cpus, has_g
             results()
 
 
-def stage(name, gib):
-    state = ModelState(
-        parameters=0, gathered=0, graphs={}, microbatches=1, logits=0, exchange_buffers=0
-    )
-    return StageMemory(name=name, state=state, activations=gib << 30, peak_in_block=0)
+def held_twice(_, world, arguments):
+    """Return the bytes that a rank holds of a job, by the dry run and by training."""
+    begin_again()
+    file = load_job(CONFIG, arguments)
+    (state,) = measure_stages(file, world, lambda _: None).states
+    with fake_rank(file, world, 0) as rank:
+        rank.job.compile.enable = False
+        model = rank.build_model()
+        apply_model_parallelism(model, rank.dims, rank.job)
+        return state.held, bytes_held(model, rank.dims)
 
 
-def test_of_the_stages_between_first_and_last_the_one_with_most_is_shown():
-    many = [stage("first", 9), stage("little", 1), stage("most", 3), stage("less", 2)]
-    last = stage("last", 1)
-    assert [s.name for s in first_most_last([*many, last])] == ["first", "most", "last"]
-    assert [s.name for s in first_most_last([*many[:1], last])] == ["first", "last"]
-    assert [s.name for s in first_most_last(many[:1])] == ["first"]
+@pytest.mark.parametrize(("world", "tp", "ep"), [(2, 1, 2), (8, 1, 4), (8, 2, 4)])
+def test_training_plans_with_the_memory_that_the_dry_run_shows(process, world, tp, ep):
+    """With other bytes training would allow its schedule more, or less, than the dry run did."""
+    degrees = {"data_parallel_shard": world // tp, "tensor_parallel": tp, "expert_parallel": ep}
+    flags = flags_of({DEGREE(name): degree for name, degree in degrees.items()})
+    ((counted, planned),) = process.run(held_twice, world, flags)
+    assert planned == pytest.approx(counted, rel=0.001) and counted > 0
 
 
-def test_a_job_that_hardly_fits_its_gpu_is_warned_of():
-    """79.78 GiB of a GPU with 80 passed without a word."""
-    room = device_memory("h100")
-    assert room.total == 80 << 30
-    assert room.warning(stage("rank 0", 60)) == ""
-    assert "rank 0 holds 79.0 GiB" in room.warning(stage("rank 0", 79))
-    assert "has 1.0 GiB left" in room.warning(stage("rank 0", 79))
-    assert "has no room left" in room.warning(stage("rank 0", 90))
-    assert device_memory("cpu").warning(stage("rank 0", 90)) == ""
+@pytest.mark.slow
+def test_a_job_that_does_not_fit_is_told_what_helps_by_how_much(dry_run, tmp_path):
+    """A GPU with room for a little less: fewer channels of NCCL alone make the job fit."""
+    sheet = (PROFILES / "h100.toml").read_text()
+    gpu, path = tmp_path / "small.toml", tmp_path / "report.json"
+    gpu.write_text(sheet.replace("capacity_gb = { value = 80.0", "capacity_gb = { value = 5.4"))
+    output = dry_run(megamoe__hardware=gpu, megamoe__report=path, megamoe__routing_skew=1.0)
+    said, memory = " ".join(output.split()), json.loads(path.read_text())["memory"]
+    (rank,) = memory["ranks"]
+    too_much = rank["sum"] - (5.4 - 5) * 2**30
+    assert memory["left_on_fullest_rank"] == pytest.approx(-too_much, abs=1) and not memory["fits"]
+    assert f"does not fit in 5.4 GB: {too_much / 2**30:.2f} GiB too much on the fullest" in said
+    assert rank["sum"] == rank["sum_with_even_routing"] + rank["more_rows_on_busiest_rank"]
+    assert rank["more_rows_on_busiest_rank"] > 0 and memory["rows_of_busiest_rank_over_even"] > 1
+    saved = {one["change"]: one["saved"] for one in memory["changes"]}
+    channels = "NCCL_MAX_P2P_NCHANNELS=16"
+    assert saved[channels] == pytest.approx(rank["nccl_buffers"] / 2, abs=2)
+    assert f"each by itself: {channels}: 0.22 GiB less (then it fits); " in said
+    assert saved["training.local_batch_size = 4"] > rank["saved_activations"] / 2
+    full = saved['activation_checkpoint.mode = "full"']
+    assert 0 < full < rank["saved_activations"]
+    shards = "parallelism.data_parallel_shard_degree = 4 on 4 ranks"
+    held = rank["parameters"] + rank["gradients"] + rank["optimizer_state"]
+    assert saved[shards] == pytest.approx(held / 2, rel=0.05)
 
 
 @pytest.mark.slow

@@ -28,10 +28,11 @@ from typing import Any, Final
 import torch
 import torch.fx as fx
 from torch._dynamo.exc import BackendCompilerFailed
+from torchtitan.config import JobConfig
 
 from moe_compile.check.parent import with_parent
 from moe_compile.choices import Choice, Rewritten, alternatives
-from moe_compile.config import from_sources, split_options
+from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.cost.amounts import amounts_of, ranks_of
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.copied_graph import copy_of_graph
@@ -47,6 +48,7 @@ from moe_compile.predicted_time import timelines_as_written
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import predicted_measures, record_of
 from moe_compile.runtime.node_groups import ranks_of_a_node
+from torchtitan_integration.dry_run.activations import Activations, activations_of, busiest_rank
 from torchtitan_integration.dry_run.world import (
     FakeRank,
     call_of_graph,
@@ -101,8 +103,10 @@ class Traced:
     choices: list[Choice] = field(default_factory=list)
     """Choices of a block with regions: as asked, then by "auto" for each value of `numerics`. None
     where these are not asked for, and for a graph that has the same blocks as a larger one."""
-    saved_bytes: int = 0
-    """Kept from forward to backward: the block's input, and what its graph saves."""
+    even: Activations
+    """Bytes of activations with even routing."""
+    busiest: Activations
+    """The same on the rank with the most rows."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """Records of its graphs, for a report."""
     as_written: list[dict[str, str]] = field(default_factory=list)
@@ -118,6 +122,23 @@ class Traced:
             named = {axes.get(group, group): order for group, order in record["launches"].items()}
             self.records.append({**record, "launches": named})
 
+    def add_input(self, nbytes: int) -> None:
+        """Count the graph's input, of `nbytes`, as kept for the backward."""
+        self.even = replace(self.even, graph_input=nbytes)
+        self.busiest = replace(self.busiest, graph_input=nbytes)
+
+    def added_by_schedule(self) -> int:
+        """Return the bytes by which the schedule raised the peak, as `Activations` has it."""
+        before, now = (
+            max((self._beyond_saved(phase, peak) for phase in self.measures), default=0.0)
+            for peak in ("peak_bytes_before", "peak_bytes")
+        )
+        return int(now - before)
+
+    def _beyond_saved(self, phase: str, peak: str) -> float:
+        saved = self.even.saved if phase == "forward" else 0
+        return max(0.0, self.measures[phase].get(peak, 0.0) - saved)
+
     def exposed_share(self, *phases: str, measure: str = "exposed_us") -> float:
         """Return the exposed time in `phases` over that with `NOTHING_HIDDEN`; 1 for 0 of 0.
 
@@ -128,36 +149,44 @@ class Traced:
         return exposed / unhidden if unhidden else 1.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What is wanted of a trace, beside collectives and memory."""
+
+    has_times: bool = True
+    """Whether graphs with regions are traced with `NOTHING_HIDDEN` too."""
+    compares: bool = False
+    """Whether they are traced as "auto" would have them for other values of `numerics` too."""
+    has_page: bool = False
+    """Whether what a page has beside the tables is kept."""
+
+
 def trace_layers(
     rank: FakeRank,
     graphs: Mapping[str, Collection[str]],
     held: int,
     say: Callable[[str], None],
-    *,
-    compares: bool,
-    has_page: bool = False,
+    wanted: Wanted,
 ) -> list[Traced]:
     """Trace one graph of each kind; `held` is the bytes of parameters, gradients and optimizer.
 
-    `graphs` maps each kind to the names of its blocks. `say` gets the name of the next graph. Where
-    it `compares`, graphs with regions are traced as "auto" would have them for other `numerics`
-    too. Where it `has_page`, what a page has beside the tables is kept.
+    `graphs` maps each kind to the names of its blocks. `say` gets the name of the next graph.
     """
-    options = backend_options(rank.job, held)
-    if options.get("megamoe.hardware", "detect") == "detect":
-        options["megamoe.hardware"] = DEFAULT_HARDWARE
+    options = options_of_graphs(rank.job, held)
+    if options.hardware == "detect":
+        options = replace(options, hardware=DEFAULT_HARDWARE)
     job = copy.deepcopy(rank.job)
     job.compile.enable = True
     found: list[Traced] = []
-    alone = smaller_kinds(rank, graphs) if compares else {*graphs}
+    alone = smaller_kinds(rank, graphs) if wanted.compares else {*graphs}
     for kind, names in graphs.items():
 
         def backend(gm: fx.GraphModule, inputs: Sequence[Any], kind: str = kind) -> Any:
             def said(what: str) -> None:
                 say(f"{kind}: {what}")
 
-            asked = {"has_choices": kind not in alone, "has_page": has_page}
-            found.append(_trace(gm, inputs, options, rank, said, **asked))
+            of_graph = replace(wanted, compares=kind not in alone)
+            found.append(_trace(gm, inputs, options, rank, said, of_graph))
             raise EndOfTrace
 
         say(f"{kind}: capture")
@@ -167,8 +196,14 @@ def trace_layers(
         block, arguments = call_of_graph(model, rank)
         _compile(block.compiled, arguments)
         found[-1].kind = kind
-        found[-1].saved_bytes += arguments[0].numel() * arguments[0].element_size()
+        found[-1].add_input(arguments[0].numel() * arguments[0].element_size())
     return found
+
+
+def options_of_graphs(job: JobConfig, held: int = 0) -> MegaMoEConfig:
+    """Return the options with which training compiles the graphs of a rank that holds `held`."""
+    options = split_options(backend_options(job, held))[0]
+    return from_sources(options=options, environment=os.environ)
 
 
 class EndOfTrace(Exception):
@@ -187,36 +222,38 @@ def _compile(forward: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
 def _trace(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    options: dict[str, Any],
+    options: MegaMoEConfig,
     rank: FakeRank,
     say: Callable[[str], None],
-    *,
-    has_choices: bool,
-    has_page: bool,
+    wanted: Wanted,
 ) -> Traced:
-    given = from_sources(options=split_options(options)[0], environment={})
-    config = replace(given, codegen="fx")  # for Inductor on a CPU kernels of ours are written out
+    config = replace(options, codegen="fx")  # for Inductor on a CPU kernels of ours are written out
     as_written = copy_of_graph(gm)
-    asked = Rewritten.of("as asked", gm, inputs, config, keeps_texts=has_page)
-    written = timelines_as_written(as_written, inputs, asked.state) if has_page else []
-    traced = Traced(kind="", compilation=asked.compilation, as_written=written)
+    asked = Rewritten.of("as asked", gm, inputs, config, keeps_texts=wanted.has_page)
+    written = timelines_as_written(as_written, inputs, asked.state) if wanted.has_page else []
     plain: list[Rewritten] = []
     others: list[Rewritten] = []
-    if asked.compilation.has_regions:
+    if asked.compilation.has_regions and wanted.has_times:
         say("what is chosen")
         nothing = replace(config, **NOTHING_HIDDEN)
         plain = [Rewritten.of("nothing hidden", copy_of_graph(as_written), inputs, nothing)]
-        others = alternatives(as_written, inputs, config) if has_choices else []
+        others = alternatives(as_written, inputs, config) if wanted.compares else []
     distinct = {one.what: one for one in reversed(others) if one.what != asked.what}
     say(", ".join(one.name for one in (asked, *plain, *distinct.values())))
     with beside([one.measured for one in (*plain, *distinct.values())]) as results:
         forward, backward = (module.graph for module in asked.traced())
         measured = results()
+    traced = Traced(
+        kind="",
+        compilation=asked.compilation,
+        as_written=written,
+        even=activations_of(forward, backward),
+        busiest=activations_of(forward, backward, busiest_rank(rank).times),
+    )
     sizes, axes = NominalSizes(asked.state.nominal_sizes), rank.axis_of_groups()
     for phase, graph in (("forward", forward), ("backward", backward)):
         sizes.learn(graph)
         traced.add_phase(phase, graph, _launches(graph, sizes, axes), axes)
-    traced.saved_bytes = _saved_bytes(forward, backward, sizes)
     if plain:
         before = [phase.get("exposed_us_before", 0.0) for phase in measured.pop(0)]
         traced.unhidden_us = dict(zip(traced.measures, before, strict=True))
@@ -246,14 +283,6 @@ def _launch(node: fx.Node, sizes: NominalSizes, axes: dict[str, str]) -> Launch:
         crossing_bytes=crossing,
         node_bytes=inside,
     )
-
-
-def _saved_bytes(forward: fx.Graph, backward: fx.Graph, sizes: NominalSizes) -> int:
-    """Return the bytes backward takes from forward, parameters and inputs apart."""
-    taken = {node.name for node in backward.find_nodes(op="placeholder")}
-    computed = (n for n in forward.nodes if n.op == "call_function" and not is_launch(n))
-    made = [n for n in computed if n.name in taken]  # a launch's buffer is its wait's
-    return sum(sizes.nbytes(tensor) for n in made if (tensor := tensor_of(n)) is not None)
 
 
 _TASKS: Final[list[Callable[[], Any]]] = []

@@ -1,9 +1,9 @@
-"""Bytes one GPU holds: parameters, gradients, optimizer states, gathered blocks, activations.
+"""Bytes one GPU holds for a whole step: parameters, gradients, optimizer states, gathered blocks.
 
 Contract
-    Model state is counted from the sharded model itself, activations from traced graphs. AdamW is
-    taken to keep two states of the parameters' size. Of NCCL only the buffers of all-to-alls are in
-    it, by published measurements on H100s; allocator and workspaces are not.
+    All is counted from the sharded model itself. AdamW is taken to keep two states of the
+    parameters' size. Of NCCL only the buffers of all-to-alls are in it, by published measurements
+    on H100s; allocator and workspaces are not.
 """
 
 from __future__ import annotations
@@ -18,19 +18,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from moe_compile.errors import InvalidConfig
-from moe_compile.hardware.profile import read_profile
 from torchtitan_integration.block_groups import block_groups
-from torchtitan_integration.dry_run.layers import Traced
-from torchtitan_integration.dry_run.world import FakeRank, kind_of_graph, stages_of
+from torchtitan_integration.dry_run.world import (
+    FakeRank,
+    kind_of_graph,
+    stages_of,
+)
 from torchtitan_integration.job_config import options_of
 from torchtitan_integration.meshes import exchange_buffers
 from torchtitan_integration.parallelize import parallelize
 
-GIB: Final = 2**30
-NOT_COUNTED: Final = 5 * GIB
-"""Assumed: CUDA's context and kernels 1, NCCL's other buffers 1, workspaces 1, a fragmented pool
-2."""
 OPTIMIZER_STATES: Final = 2
 """States of AdamW per parameter."""
 LOGIT_COPIES: Final = 2
@@ -60,69 +57,6 @@ class ModelState:
         return (2 + OPTIMIZER_STATES) * self.parameters
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageMemory:
-    """The memory of one GPU by use."""
-
-    name: str
-    state: ModelState
-    activations: int
-    """Saved from forward to backward, for all microbatches in flight."""
-    peak_in_block: int
-    """Largest live bytes inside one block's graph."""
-
-    def rows(self) -> dict[str, int]:
-        """Return bytes by use."""
-        return {
-            "parameters": self.state.parameters,
-            "gradients": self.state.parameters,
-            "optimizer (AdamW)": OPTIMIZER_STATES * self.state.parameters,
-            "blocks gathered by FSDP": self.state.gathered,
-            "saved activations": self.activations,
-            "peak inside one block": self.peak_in_block,
-            "logits and their gradient": self.state.logits,
-            "NCCL, all-to-all": self.state.exchange_buffers,
-        }
-
-    @property
-    def total(self) -> int:
-        """Bytes of all uses together."""
-        return sum(self.rows().values())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceMemory:
-    """Memory of a GPU."""
-
-    name: str
-    """Name of the hardware profile."""
-    total: int
-    """Bytes of memory; 0 where the profile does not say."""
-
-    def warning(self, stage: StageMemory) -> str:
-        """Return the warning for a stage that does not fit, or hardly; "" for another."""
-        left = self.total - stage.total
-        if not self.total or left >= NOT_COUNTED:
-            return ""
-        what = "has no room left" if left < 0 else f"has {left / GIB:.1f} GiB left"
-        return (
-            f"warning: {stage.name} holds {stage.total / GIB:.1f} GiB, and a GPU of profile "
-            f"{self.name!r} with {self.total / GIB:.1f} GiB {what} for what is not counted here, "
-            f"{NOT_COUNTED / GIB:.0f} GiB or more: CUDA, NCCL's other buffers, workspaces, "
-            "and what the allocator cannot use. Write more ranks, a smaller "
-            'training.local_batch_size or training.seq_len, or activation_checkpoint.mode = "full"'
-        )
-
-
-def device_memory(hardware: str) -> DeviceMemory:
-    """Return the memory of a GPU by its profile's name; data sheets say GB for GiB."""
-    try:
-        memory = read_profile(hardware).values.get("memory", {})
-    except InvalidConfig:  # a profile that a function makes has no file
-        memory = {}
-    return DeviceMemory(name=hardware, total=int(memory.get("capacity_gb", 0.0) * GIB))
-
-
 def laid_out(rank: FakeRank) -> list[nn.Module]:
     """Return the stages of the model on this rank as training lays them out, on the meta device."""
     job = copy.deepcopy(rank.job)
@@ -144,28 +78,6 @@ def measure_state(rank: FakeRank, parts: Sequence[nn.Module]) -> ModelState:
         logits=_logit_bytes(rank) if has_output else 0,
         exchange_buffers=exchange_buffers(rank.dims, options_of(rank.job)),
     )
-
-
-def add_activations(name: str, state: ModelState, traced: Sequence[Traced]) -> StageMemory:
-    """Return a GPU's memory with the activations its blocks save for backward."""
-    saved = {layer.kind: layer.saved_bytes for layer in traced}
-    per_microbatch = sum(saved[kind] * number for kind, number in state.graphs.items())
-    own = [layer for layer in traced if layer.kind in state.graphs]
-    peaks = [m.get("peak_bytes", 0.0) for layer in own for m in layer.measures.values()]
-    return StageMemory(
-        name=name,
-        state=state,
-        activations=int(per_microbatch * state.microbatches),
-        peak_in_block=int(max(peaks, default=0.0)),
-    )
-
-
-def first_most_last(stages: Sequence[StageMemory]) -> list[StageMemory]:
-    """Return the first and the last of `stages`, and of those between the one that holds most."""
-    first, *between = stages
-    last = [between.pop()] if between else []
-    most = max(between, key=lambda stage: stage.total, default=None)
-    return [first, *([most] if most else []), *last]
 
 
 def microbatches_in_flight(rank: FakeRank, num_stages: int) -> float:

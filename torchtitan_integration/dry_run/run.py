@@ -6,7 +6,6 @@ Contract
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
@@ -14,7 +13,7 @@ import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,19 +26,26 @@ from moe_compile.report.page import json_of, write_whole
 from moe_compile.report.process_report import report_of
 from moe_compile.report.region_reports import RegionReport
 from moe_compile.simulator.cluster_tables import new_console
-from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, trace_layers
-from torchtitan_integration.dry_run.memory import (
-    GIB,
-    ModelState,
+from torchtitan_integration.dry_run.changes import Change, DryJob, possible_changes, try_changes
+from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, Wanted
+from torchtitan_integration.dry_run.stages import (
+    MAY_ADD,
+    PEAK,
     StageMemory,
-    add_activations,
-    device_memory,
     first_most_last,
-    laid_out,
-    measure_state,
+    measure_stages,
+    trace_stages,
 )
-from torchtitan_integration.dry_run.world import FakeRank, fake_rank, graphs_of
-from torchtitan_integration.job_file import JobFile, first_ranks_of_stages, uses_megamoe
+from torchtitan_integration.dry_run.verdict import (
+    GIB,
+    Helped,
+    device_memory,
+    memory_report,
+    skew_line,
+    verdict,
+)
+from torchtitan_integration.dry_run.world import FakeRank
+from torchtitan_integration.job_file import JobFile, uses_megamoe
 
 MB: Final = 1e6
 
@@ -164,17 +170,41 @@ def _report(traced: Sequence[Traced], hardware: str) -> dict[str, Any]:
     return {**found, "choices": choices}
 
 
-def print_memory(stages: Sequence[StageMemory], console: Console) -> None:
-    """Print what one GPU holds, one column per pipeline stage looked at."""
+def _memory_table(shown: Sequence[StageMemory]) -> Table:
     table = Table(title="Memory of one GPU, GiB", box=SIMPLE_HEAD)
     table.add_column("")
-    for stage in stages:
+    for stage in shown:
         table.add_column(stage.name, justify="right")
-    for label in stages[0].rows():
-        table.add_row(label, *(f"{stage.rows()[label] / GIB:.2f}" for stage in stages))
+
+    def add(label: str, values: Sequence[int]) -> None:
+        table.add_row(label, *(f"{round(value / GIB, 2) + 0.0:.2f}" for value in values))
+
+    for label in shown[0].rows():
+        values = [stage.rows()[label] for stage in shown]
+        if label != MAY_ADD or any(values):
+            add(label, values)
+        parts = shown[0].parts_of_peak() if label == PEAK else ()
+        for part in parts:
+            add(f"  {part}", [stage.parts_of_peak()[part] for stage in shown])
     table.add_section()
-    table.add_row("sum", *(f"{stage.total / GIB:.2f}" for stage in stages))
-    console.print(table)
+    if shown[0].busiest.is_stated:
+        add("sum, even routing", [stage.even for stage in shown])
+        add("more rows, busiest rank", [stage.more_rows for stage in shown])
+    add("sum", [stage.total for stage in shown])
+    return table
+
+
+def print_memory(stages: Sequence[StageMemory], console: Console) -> None:
+    """Print what one GPU holds, one column per pipeline stage looked at, and what skew adds."""
+    shown = first_most_last(stages)
+    console.print(_memory_table(shown))
+    if len(stages) > 1:
+        console.print(
+            "Shown are a rank of the first pipeline stage and one of the last, and of those "
+            "between the one with most. Activations are saved for "
+            f"{', '.join(f'{stage.state.microbatches:g}' for stage in shown)} microbatches."
+        )
+    console.print(skew_line(max(stages, key=lambda stage: stage.total)))
 
 
 COMPARE: Final = (
@@ -199,40 +229,31 @@ def dry_run(
     logging.disable(logging.WARNING)  # torchtitan's log lines are about a real run
     warnings.simplefilter("ignore")
     _collect_seldom()
-    console = new_console()
-    began = time.monotonic()
-    graphs: dict[str, tuple[str, ...]] = {}
-    states: dict[str, ModelState] = {}
-    for number in first_ranks_of_stages(file, world):
-        with fake_rank(file, world, number) as rank, _refusals(file):
-            if number == 0:
-                _describe(file, rank, console)
-            parts = laid_out(rank)
-            graphs |= graphs_of(parts, rank.job)
-            states[f"rank {number}"] = measure_state(rank, parts)
-    with (
-        fake_rank(file, world, 0) as rank,
-        Console(stderr=True).status("tracing") as status,
-    ):
-        held = states["rank 0"].held + states["rank 0"].exchange_buffers
-        traced = trace_layers(
-            rank, graphs, held, status.update, compares=compares, has_page=has_page
-        )
+    console, began = new_console(), time.monotonic()
+    changes: list[Change] = []
+
+    def begin(rank: FakeRank) -> None:
+        _describe(file, rank, console)
+        changes[:] = possible_changes(rank)
+
+    stages = measure_stages(file, world, begin)
+    wanted = Wanted(compares=compares, has_page=has_page)
+    with Console(stderr=True).status("tracing") as status:
+        traced = trace_stages(file, world, stages, status.update, wanted)
     print_layers(traced, console)
     if not compares and any(layer.unhidden_us for layer in traced):
         console.print(COMPARE)
-    stages = [add_activations(name, state, traced) for name, state in states.items()]
-    print_memory(shown := first_most_last(stages), console)
-    if len(stages) > 1:
-        console.print(
-            "Shown are a rank of the first pipeline stage and one of the last, and of those "
-            "between the one with most."
-        )
-    console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.")
-    report = _report(traced, _hardware(file))
+    memory, device = stages.memory(traced), device_memory(_hardware(file))
+    print_memory(memory, console)
+    helped: list[Helped] = []
+    if device.total and device.left(memory) < 0:
+        job = DryJob(file=file, world=world, stages=stages, traced=traced, device=device)
+        with Console(stderr=True).status("what to change") as status:
+            helped = try_changes(job, changes, status.update)
+    report = {**_report(traced, device.name), "memory": memory_report(device, memory, helped)}
     _write_report(str(file.read("megamoe.report", "")), report, console)
-    for warning in filter(None, map(device_memory(_hardware(file)).warning, shown)):
-        console.print(warning)
+    console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.")
+    console.print(verdict(device, memory, helped), markup=False)
     return report
 
 
@@ -259,15 +280,6 @@ def _hardware(file: JobFile) -> str:
     """Return the name of the profile that estimates are for."""
     named = str(file.read("megamoe.hardware", "detect"))
     return DEFAULT_HARDWARE if named == "detect" else named
-
-
-@contextlib.contextmanager
-def _refusals(file: JobFile) -> Iterator[None]:
-    """Name the job's file in errors by which torch and torchtitan refuse it."""
-    try:
-        yield
-    except (NotImplementedError, ValueError) as error:  # raised for a refused layout
-        raise InvalidConfig(f"{file.path}: this layout cannot be made: {error}") from error
 
 
 def _describe(file: JobFile, rank: FakeRank, console: Console) -> None:
