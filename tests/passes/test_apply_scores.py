@@ -79,6 +79,11 @@ def test_every_chunk_has_its_scores_and_its_sums_have_no_weights(fake_ranks):
     assert total.args[2] is None
 
 
+def test_every_part_of_the_batch_has_its_scores(fake_ranks):
+    _, applied, _, state = rewritten(layer(Around, fake_ranks), batch_parts=2)
+    assert state.is_in_parts and len(applied) == 2
+
+
 def test_the_exchange_of_scores_has_a_price_forward_and_backward(fake_ranks):
     _, _, _, state = rewritten(layer(Around, fake_ranks))
     (one,) = state.experts
@@ -240,12 +245,22 @@ def saved_bytes(program, **options):
     )
 
 
+ROWS_KEPT = [("bounded", False, 2), ("exact", True, 2), ("exact", False, 4)]
+
+
 @pytest.mark.parametrize(
-    ("numerics", "itemsize"), slow_but([("bounded", 2)], [("bounded", 2), ("exact", 4)])
+    ("numerics", "is_checkpointed", "itemsize"), slow_but(ROWS_KEPT[:2], ROWS_KEPT)
 )
-def test_rows_that_came_back_are_not_saved(fake_ranks, numerics, itemsize):
-    """64 rows of 16 numbers, in float32 where the model weights them; a score for each may be."""
-    program = layer(InOrderWeighted, fake_ranks)
+def test_rows_that_came_back_are_not_saved(fake_ranks, numerics, is_checkpointed, itemsize):
+    """64 rows of 16 numbers, in float32 where the model weights them; a score for each may be.
+
+    Under activation checkpointing they are among the exchanges that are saved.
+    """
+    inner = layer(InOrderWeighted, fake_ranks)
+
+    def program(x):
+        return checkpoint(inner, x, use_reentrant=False) if is_checkpointed else inner(x)
+
     options = {"numerics": numerics, "equal_tokens": True}
     most = saved_bytes(program, apply_scores="model", **options)
     assert most - saved_bytes(program, **options) >= 64 * 16 * itemsize - 64 * 4
