@@ -114,7 +114,10 @@ class ApplyScores(Rewrite[BeforeDown]):
         """Rewrite one region after another; each is found anew."""
         facts = state.facts_of(graph)
         for one in proposals:
-            _carry_out(find_scored_rows(_region(facts, one.dispatch)))
+            try:
+                _carry_out(find_scored_rows(_region(facts, one.dispatch)))
+            except Left as left:
+                raise ContractViolation(f"{one} no longer match the graph: {left}") from left
             facts.forget()
 
 
@@ -125,9 +128,9 @@ def _tried(graph: fx.Graph, region: MoERegion, *, may_round: bool) -> BeforeDown
     try:
         form = find_scored_rows(_region(GraphFacts(copy.graph), region.dispatch.name))
         _carry_out(form)
+        again = _region(GraphFacts(copy.graph), region.dispatch.name)
     except Left as left:
         return left
-    again = _region(GraphFacts(copy.graph), region.dispatch.name)
     proof = prove_rows_independent(again, may_round=may_round)
     if isinstance(proof, Left):
         return Left(Reason.NOT_PROVEN, str(proof))
@@ -140,12 +143,12 @@ def _tried(graph: fx.Graph, region: MoERegion, *, may_round: bool) -> BeforeDown
 
 
 def _region(facts: GraphFacts, dispatch: str) -> MoERegion:
-    """Return the region with the dispatch called so."""
-    regions, _ = find_moe_regions(facts)
+    """Return the region whose dispatch is called so; raise Left where it is none any more."""
+    regions, others = find_moe_regions(facts)
     for region in regions:
         if region.dispatch.name == dispatch:
             return region
-    raise ContractViolation(f"the region of {dispatch} is none any more")
+    raise Left(Reason.NOT_PROVEN, "; ".join(other.why for other in others if other.is_region))
 
 
 def _carry_out(form: ScoredRows) -> None:
@@ -157,16 +160,16 @@ def _carry_out(form: ScoredRows) -> None:
     arrived = Emitter(first).call(C10D.wait_tensor, launch)
     wide = _wide_type([form.scores, *(rows for _, rows in form.products)])
     scores = ScoresOfRows(region, _as(Emitter(first), arrived, wide, type_of(form.scores)))
-    scaled: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+    scaled: list[tuple[fx.Node, fx.Node, fx.Node]] = []
     for product, rows in form.products:
         emit, own = Emitter(product), type_of(rows)
         factors = scores.of(rows, emit)
         times = emit.call(operator.mul, _as(emit, rows, wide, own), factors)
-        scaled[factors] = rows, times
+        scaled.append((factors, rows, times))
         read_instead(product, rows, _as(emit, times, own, wide))
     ones = _take_off(form)
     _store([node for node in graph.nodes if node not in before], region, ones)
-    for factors, (rows, times) in scaled.items():
+    for factors, rows, times in scaled:
         if shape_of(factors) != [*shape_of(rows)[:-1], 1] or shape_of(times) != shape_of(rows):
             raise Left(Reason.UNKNOWN_OPERATOR, f"{operator_at(rows)}: no score for each row")
     erase_unused(form.late)
