@@ -31,6 +31,7 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "attention_chunks": (1,),
     "transport": ("functional",),
     "nodes": ("off", "auto"),
+    "apply_scores": ("model",),
 }
 """Values of options that ask for no rewrite, the one that leaves the model as it is first."""
 
@@ -133,6 +134,13 @@ class MegaMoEConfig:
     node_ranks: int = 0
     """In torchtitan jobs: how many ranks share a node, for the option `nodes`. 0: all ranks of a
     machine."""
+    apply_scores: Literal["model", "before_down"] = "model"
+    """Where rows are multiplied by the router's scores
+    (docs/wire.md#scores-before-the-down-projection). "model": where the model does it.
+    "before_down": before the last product of the experts, if the model does it after the combine.
+    Then scores are exchanged beside the rows, and the rows that come back are not kept for the
+    backward pass; results round differently, with a bound that the report states. It cannot be set
+    together with `dispatch` = "all_gather", or with `nodes` = "exact" or "rounded"."""
     equal_tokens: bool = False
     """You assert that all ranks have the same number of tokens in every step. If ranks differ when
     code with static shapes first runs, all ranks run that code unchanged. If one rank differs
@@ -174,8 +182,8 @@ class MegaMoEConfig:
     one by one in megamoe's order, for tests."""
     strict: bool = False
     """Raise an error where an option asks for a rewrite (`chunks`, `batch_parts`, `dispatch`,
-    `nodes`, `dispatch_wire`, `combine_wire`, `attention_chunks`) and the rewrite applies but is
-    not proven to be safe, and where a pass fails."""
+    `nodes`, `dispatch_wire`, `combine_wire`, `attention_chunks`, `apply_scores`) and the rewrite
+    applies but is not proven to be safe, and where a pass fails."""
     disable_passes: tuple[str, ...] = ()
     """Names of passes to leave out (docs/architecture.md lists them)."""
     report: str = ""
@@ -189,6 +197,7 @@ class MegaMoEConfig:
         check_number("chunks", self.chunks)
         check_number("attention_chunks", self.attention_chunks)
         check_number("batch_parts", self.batch_parts)
+        check_apply_scores(self.apply_scores, self.dispatch, self.nodes)
         check_chunk_by(self.chunk_by, self.hop_slices, self.chunk_edges)
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
@@ -358,6 +367,17 @@ def check_chunk_by(chunk_by: str, slices: object, edges: str) -> None:
             f'megamoe.hop_slices is {slices}, with chunk_by = "tokens"; leave out chunk_by: '
             "megamoe.chunks then splits the experts, and hop_slices splits hop 1"
         )
+
+
+def check_apply_scores(apply_scores: str, dispatch: str, nodes: str) -> None:
+    """Raise InvalidConfig where scores are to travel beside rows, and no rows travel."""
+    for name, value, plain in (("dispatch", dispatch, "all_to_all"), ("nodes", nodes, "off")):
+        if apply_scores == "before_down" and value not in (plain, "auto"):
+            raise InvalidConfig(
+                f'megamoe.apply_scores is "before_down", with {name} = {value!r}, which sends a '
+                f"token once for several rows, without their scores; leave out {name}, or "
+                "apply_scores"
+            )
 
 
 def check_amount(name: str, amount: Any) -> None:

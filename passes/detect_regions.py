@@ -33,7 +33,7 @@ class DetectRegions(GraphPass):
     name: ClassVar[str] = "detect_regions"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.WAITS_VISIBLE})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_FOUND})
-    after: ClassVar[frozenset[str]] = frozenset({"split_batch"})
+    after: ClassVar[frozenset[str]] = frozenset({"apply_scores"})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Fill `state.found`; a region that a proof refuses is found all the same."""

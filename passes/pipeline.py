@@ -32,6 +32,7 @@ from moe_compile.graph.text import lines_of
 from moe_compile.journal.entries import Dropped, GraphText, PassReport
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
+from passes.apply_scores import ApplyScores
 from passes.bisected import is_left_out
 from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass
@@ -84,6 +85,7 @@ DYNAMO: Final = Level(
     (
         NormalizeExchanges(),
         SplitBatch(),
+        ApplyScores(),
         DetectRegions(),
         PlanRegions(),
         RewriteRegions(),

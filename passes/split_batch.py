@@ -7,23 +7,16 @@ Contract
               counts.
     Refused where parts are not proven to compute the same values as the whole. The result is
     checked again: each part must have the regions, and the routing, that the proof said it has.
-
-`store_values` gives new nodes on a Dynamo graph the values that the tracer would have stored.
-Each is run on the values stored of its inputs; nothing is computed. It requires a gradient
-where the node that it copies does. Integers that the host reads become new symbols.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
-import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from moe_compile.batch.batch_proof import find_batch_split
 from moe_compile.batch.batch_split import BatchSplit
@@ -32,10 +25,9 @@ from moe_compile.dims.record import UNTRACEABLE
 from moe_compile.errors import ContractViolation
 from moe_compile.graph.edit import erase_dead, read_instead
 from moe_compile.graph.facts import GraphFacts
-from moe_compile.graph.inner_graphs import body_named
-from moe_compile.graph.modes import changes_mode, modes, running_under
-from moe_compile.graph.observation import call, fake_mode_of, running_on
-from moe_compile.graph.query import expression_of, has_gradient, operator_at, tensor_of, value_of
+from moe_compile.graph.observation import fake_mode_of
+from moe_compile.graph.query import expression_of, operator_at, tensor_of, value_of
+from moe_compile.graph.stored_values import store_values
 from moe_compile.journal.entries import PassReport, Verdict, judged
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
@@ -187,35 +179,3 @@ def _pairs(whole: TokenRows, part: TokenRows) -> Iterator[tuple[fx.Node | None, 
     yield whole.sums.base, part.sums.base
     yield whole.sums.weights, part.sums.weights
     yield from itertools.zip_longest(whole.factors, part.factors)
-
-
-def store_values(
-    nodes: Sequence[fx.Node], fake: FakeTensorMode, original: Mapping[fx.Node, fx.Node]
-) -> None:
-    """Store the value of each of `nodes`, in graph order.
-
-    `original` maps copies to their originals; other nodes require a gradient where an input does.
-    """
-    modes_of = modes(nodes[0].graph) if nodes else {}
-    for node in nodes:
-        if changes_mode(node):
-            continue
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), _given)
-        with running_on(fake), running_under(modes_of[node]), torch.no_grad():
-            value = call(node, args, kwargs)
-            copied = original.get(node)
-            flows = any(map(has_gradient, [copied] if copied else node.all_input_nodes))
-            node.meta["example_value"] = _with_gradient(value) if flows else value
-
-
-def _given(node: fx.Node) -> Any:
-    if (body := body_named(node)) is not None:
-        return body
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value_of(node))
-
-
-def _with_gradient(value: Any) -> Any:
-    def flows(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.requires_grad_() if tensor.dtype.is_floating_point else tensor
-
-    return pytree.tree_map_only(torch.Tensor, flows, value)

@@ -100,3 +100,10 @@ def test_slices_of_hop_1_are_beside_chunks_of_experts():
         MegaMoEConfig(hop_slices=2, chunk_by="tokens")
     with pytest.raises(InvalidConfig, match=r"megamoe.hop_slices is 0; write"):
         MegaMoEConfig(hop_slices=0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dispatch", "all_gather"), ("nodes", "exact")])
+def test_scores_travel_beside_rows_and_not_beside_tokens(name, value):
+    assert MegaMoEConfig(apply_scores="before_down", **{name: "auto"}).asks_for("apply_scores")
+    with pytest.raises(InvalidConfig, match=f"leave out {name}, or apply_scores"):
+        MegaMoEConfig(apply_scores="before_down", **{name: value})

@@ -223,6 +223,11 @@ class Reason(enum.Enum):
     NOT_PROVEN = "its experts are not proven to treat rows independently", Kind.UNPROVEN
     NO_GATHER = "the rows sent are not a gather of tokens by an index", Kind.UNPROVEN
     NO_SUM = "what follows the combine is not a sum per token", Kind.UNPROVEN
+    NOT_LINEAR = (
+        "between the last product of its experts and the combine there is more than moves and "
+        "casts of rows",
+        Kind.UNPROVEN,
+    )
     NO_SLOTS = (
         "its sums do not add the same number of rows for every token, put in order by a sort",
         Kind.UNPROVEN,

@@ -103,8 +103,8 @@ _EXPERTS: Final = {
     "compute the experts one by one and join all results in order; write nothing in place",
     Reason.CAPACITY_AT_RUN_TIME: "compute the capacity from Python numbers, as ceil(factor * "
     "tokens / experts), not from values of tensors, and compile with static sizes",
-    Reason.BY_CAPACITY: "set megamoe.chunk_by = 'experts', and leave megamoe.dispatch and the "
-    "wire options at their defaults for layers with a capacity",
+    Reason.BY_CAPACITY: "set megamoe.chunk_by = 'experts', and leave megamoe.dispatch, "
+    "megamoe.apply_scores and the wire options at their defaults for layers with a capacity",
     Reason.OUTER_HOP: "nothing: the inner hop runs in chunks; for one exchange in place of the "
     "two hops, dispatch over one group of all ranks",
     Reason.TOKENS_GATHERED: "send rows to their experts and back by all-to-alls whose split "
@@ -146,6 +146,8 @@ _DISPATCH_AND_WIRE: Final = {
     Reason.NOT_PROVEN: "make the change that belongs to the reason in the detail",
     Reason.NO_GATHER: "gather the rows that are sent by one index: x[index] or index_select",
     Reason.NO_SUM: "add the rows up per token by index_add, or put them in order and sum over k",
+    Reason.NOT_LINEAR: "let the experts end with a matrix product without a bias, and put its rows "
+    "back in order; or set megamoe.apply_scores = 'model'",
     Reason.NO_SLOTS: "put rows back in the order of their tokens, k rows to a token, by the same "
     "argsort that sorted them, and sum over k",
     Reason.OTHER_INDEX: "gather and sum rows by the same index tensor, and do not write to that "

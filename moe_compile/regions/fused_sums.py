@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from moe_compile.ops.row_sums import TOKEN_SUMS
 from moe_compile.regions.row_chain import num_rows, shape_of
 from moe_compile.regions.token_index import TokenIndex
 from moe_compile.regions.token_regions import TokenSum
-from moe_compile.regions.token_sums import find_token_sum
+from moe_compile.regions.token_sums import ONES, find_token_sum, is_made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +53,8 @@ def fused_sums_of(result: fx.Node, num_sent: object, legality: Legality) -> Fuse
     try:
         _, sums = find_token_sum(result, num_sent, legality.dependence)
         order, first = _order_and_first(sums, legality)
+        if is_made(sums.weights, ONES):
+            sums = replace(sums, weights=None)
     except Left as stopped:
         found = stopped
         return Verdict(candidate="", reason=found.reason, detail=found.detail)

@@ -12,9 +12,10 @@ from typing import Final
 
 import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
 from moe_compile.graph.effects import hands_on
-from moe_compile.graph.query import expression_of, operator_at, tensor_of
+from moe_compile.graph.query import expression_of, operator_at, tensor_of, value_of
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 
@@ -61,6 +62,12 @@ def type_of(node: object) -> torch.dtype | None:
     """Return the type of a tensor's numbers, None of anything else."""
     tensor = tensor_of(node) if isinstance(node, fx.Node) else None
     return None if tensor is None else tensor.dtype
+
+
+def holds_fractions(node: fx.Node) -> bool:
+    """Whether the value is a tensor of floating-point numbers, or holds one, as rows are."""
+    leaves = pytree.tree_leaves(value_of(node))
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves)
 
 
 def _row_and_factors(node: fx.Node, otherwise: Reason) -> tuple[fx.Node, list[fx.Node]]:

@@ -41,6 +41,7 @@ ADDS: Final = {
 }
 """Sums by index, and their arguments; `scatter_add` takes the number of a row in every column."""
 ZEROS: Final = frozenset({"zeros", "zeros_like", "new_zeros"})
+ONES: Final = frozenset({"ones", "ones_like", "new_ones"})
 EMPTY: Final = frozenset({"empty", "empty_like", "new_empty"})
 MULTIPLIES: Final = frozenset({"mul", "mul_"})
 SUMS_UP: Final = frozenset({"bmm", "einsum"})
@@ -81,14 +82,15 @@ def find_token_sum(
 
 def _reader(node: fx.Node) -> fx.Node:
     """Return the one node that reads the numbers of `node`; others may make memory by its sizes."""
-    readers = [user for user in node.users if not _reads_sizes(user)]
+    readers = [user for user in node.users if not reads_sizes(user)]
     return only_reader(node) if len(readers) != 1 else readers[0]
 
 
-def _reads_sizes(node: fx.Node) -> bool:
+def reads_sizes(node: fx.Node) -> bool:
     """Whether the node makes memory of a tensor's sizes, or asks for these to do that."""
-    is_made = _is_made(node, ZEROS | EMPTY)
-    return is_made or (is_size_query(node) and all(_is_made(u, ZEROS | EMPTY) for u in node.users))
+    return is_made(node, ZEROS | EMPTY) or (
+        is_size_query(node) and all(is_made(u, ZEROS | EMPTY) for u in node.users)
+    )
 
 
 def _made_with(memory: fx.Node) -> tuple[fx.Node, ...]:
@@ -99,10 +101,11 @@ def _made_with(memory: fx.Node) -> tuple[fx.Node, ...]:
 
 def is_zeros(node: Any) -> bool:
     """Whether the node makes a tensor of zeros, all of whose memory is its own."""
-    return _is_made(node, ZEROS)
+    return is_made(node, ZEROS)
 
 
-def _is_made(node: Any, makers: Container[str]) -> bool:
+def is_made(node: Any, makers: Container[str]) -> bool:
+    """Whether one of `makers` of torch makes the tensor, of memory that is its own."""
     if not isinstance(node, fx.Node) or torch_name(node) not in makers:
         return False
     tensor = tensor_of(node)
@@ -179,7 +182,7 @@ def _in_order(write: fx.Node, steps: _Steps) -> TokenSum:
     """Read the form that puts rows in order, `k` to a token, and sums these."""
     (tokens, _, written), rows, dependence = write.args, steps.rows, steps.dependence
     order, is_filled = _index_of(write), is_zeros(tokens)
-    alone = (is_filled or _is_made(tokens, EMPTY)) and written is rows
+    alone = (is_filled or is_made(tokens, EMPTY)) and written is rows
     if not alone or not isinstance(tokens, fx.Node) or not isinstance(order, fx.Node):
         raise Left(Reason.NO_SUM, operator_at(write))
     readers = [user for user in tokens.users if user is not write]
@@ -197,7 +200,7 @@ def _copied_in_order(write: fx.Node, steps: _Steps) -> TokenSum:
     given = arguments_of(write, "index_copy", "input", "dim", "index", "source") or {}
     memory, order, source = (given.get(name) for name in ("input", "index", "source"))
     is_filled, is_rows = is_zeros(memory), source is steps.rows
-    alone = (is_filled or _is_made(memory, EMPTY)) and is_rows and given.get("dim") in (0, -2)
+    alone = (is_filled or is_made(memory, EMPTY)) and is_rows and given.get("dim") in (0, -2)
     if not alone or not isinstance(memory, fx.Node) or not isinstance(order, fx.Node):
         raise Left(Reason.NO_SUM, operator_at(write))
     if len(memory.users) != 1 or steps.dependence.writers(memory):

@@ -28,6 +28,7 @@ from moe_compile.report.graph_breaks import (
     warning_of,
 )
 from moe_compile.report.region_reports import AttentionReport, RegionReport
+from passes.apply_scores import ApplyScores
 from passes.fuse_token_sums import FuseTokenSums
 from passes.kinds import KINDS
 from passes.pipeline import NAMES
@@ -94,7 +95,7 @@ class Compilation:
     @property
     def rewrites(self) -> list[str]:
         """Rewrites of whole graphs, done and left, and the times predicted for them."""
-        known = set(NAMES) - {SplitBatch.name, FuseTokenSums.name}
+        known = set(NAMES) - {SplitBatch.name, ApplyScores.name, FuseTokenSums.name}
         results = (r for _, r in self.journal.records if r.pass_name not in known)
         return [line for r in results if isinstance(r, PassReport) for line in _rewritten(r)]
 

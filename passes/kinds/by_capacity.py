@@ -42,7 +42,7 @@ from passes.replay.capacity_trial import Trial, try_chunks
 from passes.replay.masked_replay import chunk_bounds
 
 AS_MANY_ROWS: Final = Left(Reason.ALREADY_DONE, "by its capacity every expert has as many rows")
-OTHER_FORMS: Final = ("dispatch", "nodes", "dispatch_wire", "combine_wire")
+OTHER_FORMS: Final = ("dispatch", "nodes", "dispatch_wire", "combine_wire", "apply_scores")
 """Options for forms other than chunks."""
 OF_CAPACITY: Final = "experts with a capacity: equal parts are exchanged, the host reads nothing"
 

@@ -121,6 +121,7 @@ def followed(kind):
 ELSEWHERE = (
     Rewrite.GATHERED,  # a mirror gathers nothing: test_switched_dispatch.py
     Rewrite.HOPS, Rewrite.HOP_BOTH, Rewrite.SUM_SLICES,  # test_hop_programs.py
+    Rewrite.SCORES,  # test_apply_scores.py
     Rewrite.UNSCHEDULED, Rewrite.MODEL_RECOMPUTE, Rewrite.THREE_PARTS,  # replay as others do
 )  # fmt: skip
 

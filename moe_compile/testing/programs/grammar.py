@@ -69,6 +69,7 @@ class Rewrite(enum.Enum):
     SUM_SLICES = "nodes = rounded, chunk_by = tokens, four ranks on two nodes"
     HOP_BOTH = "nodes = exact, hop_slices = 2, four ranks on two nodes"
     SUM_BOTH = "nodes = rounded, hop_slices = 2, four ranks on two nodes"
+    SCORES = "apply_scores = before_down"
     PARTS = "batch_parts = 2"
     THREE_PARTS = "batch_parts = 3"
 

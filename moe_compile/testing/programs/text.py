@@ -242,9 +242,11 @@ if __name__ == "__main__":
 OF_UNKNOWN_LENGTH: Final = frozenset({Tally.BINCOUNT_CUT, Tally.BINCOUNT_VIEWED, Tally.UNIQUE})
 """Counts that make tensors whose length depends on the data."""
 
-BOUNDS: Final = dict.fromkeys((Rewrite.TOKENS, *sorted(NODE_SUMMING, key=str)), 0.05)
-"""Relative errors of rewrites that round sums differently: weights' gradients in slices of tokens,
-sums per token on nodes."""
+BOUNDS: Final = dict.fromkeys(
+    (Rewrite.TOKENS, Rewrite.SCORES, *sorted(NODE_SUMMING, key=str)), 0.05
+)
+"""Relative errors of rewrites that round differently: weights' gradients in slices of tokens, rows
+times their scores, sums per token on nodes."""
 
 FLAT_BOUNDS: Final = {Rewrite.HOP_SLICES: BOUNDS[Rewrite.TOKENS]}
 """The same where rows come in one hop after all: slices of tokens then round."""
@@ -386,6 +388,7 @@ REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
     Rewrite.TOKENS: {"megamoe.chunk_by": "tokens"},
     Rewrite.BY_LOAD: {"megamoe.chunk_edges": "load"},
     Rewrite.GATHERED: GATHERED,
+    Rewrite.SCORES: {"megamoe.apply_scores": "before_down"},
     Rewrite.HOPS: {"megamoe.nodes": "exact"},
     Rewrite.HOP_SLICES: {"megamoe.nodes": "exact", "megamoe.chunk_by": "tokens"},
     Rewrite.HOPS_FP8: {"megamoe.nodes": "exact", "megamoe.dispatch_wire": "fp8"},
