@@ -77,15 +77,33 @@ TIMEOUT_S = 900.0
 """Ends what hangs, and nothing that is slow: calls of this length take a hundredth of it."""
 
 
+POOLS = []
+
+
+@contextlib.contextmanager
+def kept_pool(num_ranks):
+    with RankPool(num_ranks, timeout_s=TIMEOUT_S) as pool:
+        POOLS.append(pool)
+        yield pool
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """End the ranks of torchtitan's jobs after the last of them: they keep threads of gloo."""
+    trains = [test is not None and test.nodeid.startswith(LONGEST[0]) for test in (item, nextitem)]
+    if trains == [True, False]:
+        for pool in POOLS:
+            pool.renew()
+
+
 @pytest.fixture(scope="session")
 def kept_two_ranks():
-    with RankPool(2, timeout_s=TIMEOUT_S) as pool:
+    with kept_pool(2) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def kept_four_ranks():
-    with RankPool(4, timeout_s=TIMEOUT_S) as pool:
+    with kept_pool(4) as pool:
         yield pool
 
 

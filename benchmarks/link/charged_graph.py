@@ -2,13 +2,15 @@
 
 Contract
     Values are real and so are messages; only durations are emulated: the cost of a node is that of
-    `cost/cost_model.py` at the sizes its tensors really have on this rank.
+    `cost/cost_model.py` at the sizes its tensors really have on this rank, unless a `Price` says
+    otherwise.
     Nodes run in the order the scheduler left them in.
     Raises RuntimeError for a size that does not follow from the values seen so far.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import sympy
@@ -23,15 +25,29 @@ from moe_compile.graph.query import is_launch, value_of
 from moe_compile.hardware import HardwareProfile
 
 US: Final = 1e-6
+Price = Callable[[fx.Node, float], float]
+"""Microseconds that a node takes, given the node and the cost model's time of it."""
+
+
+def as_estimated(node: fx.Node, us: float) -> float:
+    """Return the cost model's own time."""
+    del node
+    return us
 
 
 class ChargedGraph(fx.Interpreter):
     """Runs a graph of AOTAutograd; `clock` is charged as the module docstring says."""
 
-    def __init__(self, module: fx.GraphModule, hardware: HardwareProfile, clock: ChargedClock):
-        """Run `module` on an emulated device with the rates of `hardware`."""
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        hardware: HardwareProfile,
+        clock: ChargedClock,
+        price: Price = as_estimated,
+    ) -> None:
+        """Run `module` on an emulated device with the rates of `hardware`, as `price` has them."""
         super().__init__(module)
-        self.clock = clock
+        self.clock, self._price = clock, price
         self.computed_us = 0.0
         """Charged in the last run."""
         self._hardware = hardware
@@ -47,16 +63,17 @@ class ChargedGraph(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         """Run one node: a launch is charged before it posts, all else when its sizes are known."""
         if is_launch(node):
-            self._charge(self._hardware.op_overhead_us)
+            self._charge(node, self._hardware.op_overhead_us)
         value = super().run_node(node)
         self._learn(node, value)
         if not is_launch(node):
-            self._charge(estimate_cost(node, self._sizes, self._hardware).compute_us)
+            self._charge(node, estimate_cost(node, self._sizes, self._hardware).compute_us)
         return value
 
-    def _charge(self, compute_us: float) -> None:
-        self.computed_us += compute_us
-        self.clock.charge(compute_us * US)
+    def _charge(self, node: fx.Node, compute_us: float) -> None:
+        us = self._price(node, compute_us)
+        self.computed_us += us
+        self.clock.charge(us * US)
 
     def _learn(self, node: fx.Node, value: Any) -> None:
         """Learn what symbols are worth from the real sizes of a node's value."""

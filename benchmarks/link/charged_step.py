@@ -24,7 +24,9 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import AFTER_PARTITION, partition_with_passes, run_on_aot_graph
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import HardwareProfile
+from moe_compile.journal.entries import Journal
 from moe_compile.plan.state import CompileState
+from moe_compile.report.compilations import Compilation
 
 
 @dataclass(slots=True)
@@ -37,14 +39,13 @@ class EmulatedDevice:
     config: MegaMoEConfig
     clock: ChargedClock
     hardware: HardwareProfile
-    num_chunks: list[int] = field(default_factory=list)
-    """Of every region compiled."""
+    compilations: list[Compilation] = field(default_factory=list)
     graphs: list[_Graph] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a Dynamo graph."""
         state, compilation = rewrite(gm, self.config)
-        self.num_chunks += [region.num_chunks for region in compilation.regions]
+        self.compilations.append(compilation)
         states: dict[HardwareProfile, CompileState] = {}
 
         def keep(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -55,6 +56,22 @@ class EmulatedDevice:
         partition = partition_with_passes(state)
         aot = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)
         return aot(gm, list(example_inputs))  # type: ignore[no-any-return]
+
+    def charged(self, module: fx.GraphModule, hardware: HardwareProfile) -> ChargedGraph:
+        """Return what runs a scheduled graph on this rank."""
+        return ChargedGraph(module, hardware, self.clock)
+
+    def schedule(self) -> list[dict[str, Any]]:
+        """Schedule all graphs for `hardware`, unless done; return what their passes report."""
+        for graph in self.graphs:
+            graph.scheduled_for(self.hardware)
+        journals = {id(one): one for g in self.graphs for one in (g.states[self.hardware].journal,)}
+        return [record for journal in journals.values() for record in journal.as_data()]
+
+    @property
+    def num_chunks(self) -> list[int]:
+        """Return the number of chunks of every region compiled."""
+        return [region.num_chunks for one in self.compilations for region in one.regions]
 
     @property
     def computed_us(self) -> float:
@@ -71,28 +88,32 @@ class _Graph:
     state: CompileState
     states: dict[HardwareProfile, CompileState]
     """What forward and backward share, for every hardware so far."""
-    scheduled: dict[HardwareProfile, ChargedGraph] = field(default_factory=dict)
+    scheduled: dict[HardwareProfile, fx.GraphModule] = field(default_factory=dict)
     computed_us: float = 0.0
 
     def run(self, *inputs: Any) -> Any:
         hardware = self.device.hardware
-        if hardware not in self.scheduled:
-            self.scheduled[hardware] = self._schedule(hardware)
-        graph = self.scheduled[hardware]
+        graph = self.device.charged(self.scheduled_for(hardware), hardware)
         outputs = graph.run(*inputs)
         self.computed_us = graph.computed_us
         return outputs
 
-    def _schedule(self, hardware: HardwareProfile) -> ChargedGraph:
+    def scheduled_for(self, hardware: HardwareProfile) -> fx.GraphModule:
+        """Return the graph after the passes that know the hardware, which run once for each."""
+        if hardware not in self.scheduled:
+            self.scheduled[hardware] = self._schedule(hardware)
+        return self.scheduled[hardware]
+
+    def _schedule(self, hardware: HardwareProfile) -> fx.GraphModule:
         module = fx.GraphModule(self.module, copy.deepcopy(self.module.graph))
         if hardware not in self.states:
-            fresh: dict[str, Any] = {"measures": {}, "nominal_sizes": {}}
+            fresh: dict[str, Any] = {"measures": {}, "nominal_sizes": {}, "journal": Journal()}
             self.states[hardware] = dataclasses.replace(self.state, hardware=hardware, **fresh)
         state = self.states[hardware]
         for level in AFTER_PARTITION:
             run_on_aot_graph(level, module.graph, state)
         module.recompile()
-        return ChargedGraph(module, hardware, self.device.clock)
+        return module
 
 
 def compile_for(module: torch.nn.Module, device: EmulatedDevice) -> Callable[..., torch.Tensor]:

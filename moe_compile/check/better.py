@@ -3,8 +3,8 @@
 Contract
     Ways are the planner's candidates (`candidates`), as the job's `numerics` allows. Each is
     compiled node by node first, which generates no code: so its step is predicted as the schedule
-    has it. The fastest by prediction are raced beside the job as asked. Ways by which megamoe does
-    the same are raced once.
+    has it. The fastest by prediction are raced beside the job as asked: first one of each way to
+    divide the work. Ways by which megamoe does the same are raced once.
     Successive halving (Karnin, Koren, Somekh 2013, algorithm 1): all run a few rounds in turn, the
     slower half leaves, the others run twice as many. The job as asked stays to the end: what is
     told is the ratio to it, with its interval. No result is a failure.
@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
-from moe_compile.check.candidates import found_in, freed, ways
+from moe_compile.check.candidates import found_in, freed, spread, ways
 from moe_compile.check.faster import Faster, plan_of
 from moe_compile.check.forms import AS_ASKED, OURS, Form
 from moe_compile.check.paired import ratio
@@ -67,6 +67,11 @@ def form_of(options: Mapping[str, Any]) -> Form:
     return Form(name=name or AS_ASKED.name, backend=OURS, options=given)
 
 
+def options_of(form: Form) -> dict[str, Any]:
+    """Return the options that `form_of` has made a form of."""
+    return {name.removeprefix(PREFIX): value for name, value in form.options.items()}
+
+
 class Prediction:
     """What each way takes by prediction, and what megamoe does in it: node by node, on one rank."""
 
@@ -111,10 +116,15 @@ def judge_prediction(name: str, record: Record, found: list[dict[str, Any]]) -> 
     say(f"better: {name}: predicted {us / 1e3:.2f} ms")
 
 
-def by_prediction(predicted: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the names of the ways to race: the job as asked, then the fastest by prediction."""
+def by_prediction(
+    predicted: Mapping[str, Mapping[str, Any]], forms: Mapping[str, Form]
+) -> list[str]:
+    """Return the names of the ways to race: the job as asked, then the fastest by prediction, as
+    `spread` has them."""
     others = [name for name in predicted if name != AS_ASKED.name]
-    return [AS_ASKED.name, *sorted(others, key=lambda name: predicted[name]["us"])[:RACED]]
+    others.sort(key=lambda name: predicted[name]["us"])
+    raced = spread([options_of(forms[name]) for name in others])[:RACED]
+    return [AS_ASKED.name, *(form_of(options).name for options in raced)]
 
 
 class Race:
@@ -181,7 +191,7 @@ def predict(team: Team, prediction: Predictor, config: MegaMoEConfig) -> list[Fo
     for form in forms.values():
         judge = partial(judge_prediction, form.name)
         team.run(f"prediction of {form.name}", partial(prediction.of, form), judge)
-    names = None if record is None else by_prediction(record.data.get("predicted", {}))
+    names = None if record is None else by_prediction(record.data.get("predicted", {}), forms)
     raced = json.loads(team.tell("raced", None if names is None else json.dumps(names)))
     return [forms[name] for name in raced]
 
@@ -225,5 +235,5 @@ def result(rows: Sequence[Mapping[str, Any]], forms: Mapping[str, Form]) -> dict
         return {}
     most = max(row["rounds"] for row in last)
     best = min((row for row in last if row["rounds"] == most), key=lambda row: row["step_s"])
-    options = {k.removeprefix(PREFIX): v for k, v in forms[best["form"]].options.items()}
-    return {"won": options, "ratio": best["ratio"], "is_faster": best["ratio"]["high"] < 1.0}
+    won = options_of(forms[best["form"]])
+    return {"won": won, "ratio": best["ratio"], "is_faster": best["ratio"]["high"] < 1.0}

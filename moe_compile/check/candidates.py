@@ -5,6 +5,8 @@ Contract
     a number format that the job names stays. A way is the options that differ from the job's own.
     A way's price is the sum over the regions that the planner decided on, of all ranks; where it is
     none of a region's candidates, that region counts as it is.
+    Of ways that differ in number formats alone the fastest comes first, the others after all ways
+    to divide the work: a wrong price may move these past each other.
     Where the planner has no price (`equal_tokens` is not promised) ways are the numbers that it
     would try, without one.
     The planner's own choice is the last way: regions of a job may have different ones.
@@ -49,16 +51,27 @@ def found_in(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ways(found: Sequence[Mapping[str, Any]], config: MegaMoEConfig) -> list[dict[str, Any]]:
-    """Return the options of each way over the job's own, the fastest by the planner's price first.
+    """Return the options of each way over the job's own, the fastest by the planner's price first,
+    as `spread` has them.
 
     `found` has what each rank found. The job as asked is not among them.
     """
-    priced = sorted(_priced(found), key=lambda one: one[0])[:MOST]
-    options = [options for _, options in priced] or [*_unpriced(found, config)]
-    own = [{name: value for name, value in freed(config).items() if value == "auto"}]
-    all_ways = [*options, *_by_load(options), *_in_parts(config), *(own if priced else ())]
+    priced = [options for _, options in sorted(_priced(found), key=lambda one: one[0])]
+    options = spread(priced)[:MOST] or [*_unpriced(found, config)]
+    own = {name: value for name, value in freed(config).items() if value == "auto"}
+    of_a_part = own if priced else {"chunks": "auto"}
+    in_parts = _in_parts(config, of_a_part)
+    all_ways = [*options, *_by_load(options), *in_parts, *([own] if priced else [])]
     told = [over(config, one) for one in all_ways]
     return [one for place, one in enumerate(told) if one and one not in told[:place]]
+
+
+def spread(ranked: Sequence[Options]) -> list[Options]:
+    """Return the first of all options that differ in more than number formats, then the others."""
+    first: dict[str, Options] = {}
+    for one in ranked:
+        first.setdefault(repr({k: v for k, v in one.items() if k not in WIRES}), one)
+    return [*first.values(), *(one for one in ranked if one not in first.values())]
 
 
 def _priced(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, Options]]:
@@ -82,11 +95,12 @@ def _summed(decisions: Sequence[tuple[float, Any]]) -> list[tuple[float, Options
     for _, ranked in decisions:
         names |= {repr(one["options"]): one["options"] for one in ranked}
     whole = [as_it_is for as_it_is, _ in decisions]
-    found = [
-        (sum(own.get(name, us) for own, us in zip(prices, whole, strict=True)), options)
-        for name, options in names.items()
-    ]
-    return sorted(found, key=lambda one: one[0])[:MOST]
+    us = {
+        name: sum(own.get(name, us) for own, us in zip(prices, whole, strict=True))
+        for name in names
+    }
+    ranked = spread([names[name] for name in sorted(us, key=lambda name: us[name])])[:MOST]
+    return [(us[repr(options)], options) for options in ranked]
 
 
 def _unpriced(found: Sequence[Mapping[str, Any]], config: MegaMoEConfig) -> Iterator[Options]:
@@ -110,12 +124,12 @@ def _by_load(options: Sequence[Options]) -> Iterator[Options]:
             return
 
 
-def _in_parts(config: MegaMoEConfig) -> Iterator[Options]:
-    """Yield the programs in parts that `batch_parts` = "auto" prices."""
+def _in_parts(config: MegaMoEConfig, of_a_part: Options) -> Iterator[Options]:
+    """Yield the programs in parts that `batch_parts` = "auto" prices: each part as `of_a_part`."""
     if config.allows("bounded"):
         for number in NUMBERS:
-            yield {"batch_parts": number, "chunks": "auto"}
-            yield {"batch_parts": number, "chunks": 1}
+            yield {**of_a_part, "batch_parts": number}
+            yield {**of_a_part, "batch_parts": number, "chunks": 1}
 
 
 def over(config: MegaMoEConfig, options: Options) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Contract
     A backed symbol is worth its hint. An unbacked one is worth its balanced share: an all-to-all
     receives as many rows as it sends, which may be noted on it, and rows that are split are split
     evenly. Where routing is uneven, a rank that receives more rows than it sends can be looked at.
+    Where tokens are all-gathered, the rows of a rank's experts are noted on the gather.
     Values found in the forward graph are kept in the dictionary given, for the backward graph.
 """
 
@@ -24,6 +25,7 @@ from moe_compile.graph.launch_order import ANNOTATIONS
 from moe_compile.graph.precedence import integers_taken
 from moe_compile.graph.query import (
     input_splits,
+    is_all_gather,
     is_all_to_all,
     output_splits,
     overload_name,
@@ -34,13 +36,13 @@ from moe_compile.graph.query import (
 ROUNDS: Final = 3
 """Limit of passes over the graph while one solved size may solve another."""
 NOMINAL_ROWS: Final = "megamoe_nominal_rows"
-"""Key in `node.meta[ANNOTATIONS]`: rows that an all-to-all sends where experts are chosen evenly.
-Read where nothing else in the graph tells."""
+"""Key in `node.meta[ANNOTATIONS]`: rows that an all-to-all sends, or that a rank's experts have of
+all-gathered tokens, where experts are chosen evenly. Read where nothing else in the graph tells."""
 SPLITS: Final = ("aten::split_with_sizes", "aten::split_with_sizes_copy")
 
 
 def note_nominal_rows(launches: Iterable[fx.Node], rows: int) -> None:
-    """Note on all-to-alls how many rows they send where experts are chosen evenly."""
+    """Note on launches the rows for experts, as `NOMINAL_ROWS` has them."""
     for launch in launches:
         known = launch.meta.get(ANNOTATIONS) or {}
         launch.meta[ANNOTATIONS] = {**known, NOMINAL_ROWS: rows}
@@ -66,6 +68,8 @@ class NominalSizes:
         for symbol, env in _symbols(graph):
             if (hint := _hint(symbol, env)) is not None:
                 self.known.setdefault(str(symbol), max(1, hint))
+        gathered = [rows for n in graph.nodes if is_all_gather(n) and (rows := _noted_rows(n))]
+        self._rows = max(gathered, default=self._rows)
         exchanges = [n for n in graph.nodes if is_all_to_all(n) or overload_name(n) in SPLITS]
         self._learn_from_all(exchanges)
         self._guess_the_rest(graph, exchanges)
@@ -103,7 +107,7 @@ class NominalSizes:
         if source is None or not source.dim():
             return
         if is_all_to_all(node):
-            noted = (node.meta.get(ANNOTATIONS) or {}).get(NOMINAL_ROWS)
+            noted = _noted_rows(node)
             rows = source.shape[0] if noted is None else noted
             self._share(rows, input_splits(node))
             self._share(rows, output_splits(node), self._received)
@@ -148,6 +152,10 @@ class NominalSizes:
                     rows = [self.size(t.shape[0]) for t in inputs if t.dim() and is_sized]
                     self.known[str(symbol)] = max(rows, default=self._rows)
                     self._learn_from_all(exchanges)
+
+
+def _noted_rows(launch: fx.Node) -> int | None:
+    return (launch.meta.get(ANNOTATIONS) or {}).get(NOMINAL_ROWS)
 
 
 def _as_sympy(values: dict[Any, int]) -> dict[Any, Any]:

@@ -87,6 +87,7 @@ class Watcher(threading.Thread):
             self._watch()
             if is_served(self._agreement.default_store):
                 self._store.append(LEFT, self._agreement.rank)
+        atexit.unregister(self.end)  # it would keep the process groups that were watched
 
     def _watch(self) -> None:
         pause = QUICK_S

@@ -84,6 +84,12 @@ def own_group() -> dist.ProcessGroup:
     return _own_beside(dist.group.WORLD)
 
 
+def forget_groups() -> None:
+    """Let go of the groups that the functions above made beside default groups."""
+    for made in (_second_beside, _on_nodes, _own_beside):
+        made.cache_clear()
+
+
 @cache
 def _second_beside(default: Any) -> dist.ProcessGroup:
     return dist.new_group(list(range(default.size())))

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from moe_compile.testing.cpu_rounding.cpu_bits import use_bits_of_environment
-from moe_compile.testing.process_groups import be_deterministic, join
+from moe_compile.testing.process_groups import be_deterministic, forget_groups, join
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 from moe_compile.torch_quirks.untraceable_guards import install_eager_fallback
 
@@ -308,6 +308,7 @@ def _join(rank: int, meeting: Meeting) -> None:
 def _regroup(rank: int, meeting: Meeting) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_groups()
     forget_compiled()
     _join(rank, meeting)
 

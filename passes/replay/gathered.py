@@ -28,6 +28,7 @@ from typing import Final
 import torch
 import torch.fx as fx
 
+from moe_compile.cost.sizes import note_nominal_rows
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import C10D, tensor_of
 from moe_compile.ops.gathered_rows import LOCAL_ROWS, SLICE_COUNTS
@@ -149,6 +150,8 @@ def emit_gathered(form: GatheredForm, effects: Effects, rank: int) -> Gathered:
     emit = Emitter(region.result)
     before = set(emit.graph.nodes)
     routing = emit_routing(emit, region, found, form.num_slices)
+    if type(routing.num_rows) is int:
+        note_nominal_rows(gathers, routing.num_rows)
     told = frozenset(node for node in emit.graph.nodes if node not in before)
     writer = SliceWriter(emit, form, routing, rank)
     slices = [writer.begin(c, launch) for c, launch in enumerate(gathers)]

@@ -109,6 +109,16 @@ def test_without_a_price_ways_are_the_numbers_that_numerics_allows():
     assert fp8 in ways([report], MegaMoEConfig(numerics="lossy")) and fp8 not in bounded
 
 
+def test_parts_of_the_batch_are_as_the_planner_would_have_them():
+    ranked = found(region(candidate(4, 5.0), candidate(1, 10.0)))
+    said = ways([ranked], MegaMoEConfig(numerics="lossy", chunks=2))
+    parts = [one for one in said if "batch_parts" in one]
+    assert [(one["batch_parts"], one["chunks"]) for one in parts] == [
+        (2, "auto"), (2, 1), (4, "auto"), (4, 1),
+    ]  # fmt: skip
+    assert {(one["dispatch_wire"], one["combine_wire"]) for one in parts} == {("auto", "auto")}
+
+
 def test_the_planner_is_asked_for_all_but_a_number_format_that_the_job_names():
     free = freed(MegaMoEConfig(chunks=2, dispatch_wire="fp8", batch_parts=4))
     assert (free["chunks"], free["nodes"], free["batch_parts"]) == ("auto", "auto", 1)
@@ -124,16 +134,41 @@ def test_a_form_is_named_as_a_table_has_its_options():
     assert form.options == {"megamoe.chunks": 2, "megamoe.chunk_by": "tokens"}
 
 
+def predicted(record, **options_us):
+    """Have ways predicted: name of the way -> its options and microseconds; return their forms."""
+    forms = {}
+    for number, (options, us) in enumerate(options_us.values()):
+        form = form_of(options)
+        forms[form.name] = form
+        judge_prediction(form.name, record, [{"us": us, "plan": [number]}, {"us": 1.0, "plan": []}])
+    return forms
+
+
 def test_ways_that_do_the_same_are_predicted_once_and_the_fastest_are_raced(record):
-    for number in range(RACED + 3):
-        answers = [{"us": 50.0 - number, "plan": [number]}, {"us": 1.0, "plan": [number]}]
-        name = AS_ASKED.name if number == 0 else f"way {number}"
-        judge_prediction(name, record, answers)
-    judge_prediction("again", record, [{"us": 0.0, "plan": [3]}, {"us": 0.0, "plan": [3]}])
-    assert record.data["skipped"][0]["why"] == "does what is done by: way 3"
-    names = by_prediction(record.data["predicted"])
-    assert names == [AS_ASKED.name, *(f"way {RACED + 2 - n}" for n in range(RACED))]
-    assert record.data["predicted"]["way 3"]["us"] == 47.0  # of the slowest rank
+    many = {f"way {n}": ({"chunks": n} if n else {}, 50.0 - n) for n in range(RACED + 3)}
+    forms = predicted(record, **many)
+    again = [{"us": 0.0, "plan": [3]}, {"us": 0.0, "plan": []}]
+    judge_prediction("again", record, again)
+    assert record.data["skipped"][0]["why"] == "does what is done by: chunks = 3"
+    names = by_prediction(record.data["predicted"], forms)
+    assert names == [AS_ASKED.name, *(f"chunks = {RACED + 2 - n}" for n in range(RACED))]
+    assert record.data["predicted"]["chunks = 3"]["us"] == 47.0  # of the slowest rank
+
+
+def test_number_formats_of_one_way_do_not_keep_another_way_from_the_race(record):
+    fp8 = {f"fp8 {n}": ({"chunks": 4, "dispatch_wire": f"w{n}"}, 10.0 + n) for n in range(RACED)}
+    forms = predicted(record, asked=({}, 99.0), **fp8, other=({"chunks": 2}, 30.0))
+    _, first, second, third, *_, last = by_prediction(record.data["predicted"], forms)
+    assert (first, second) == ('chunks = 4, dispatch_wire = "w0"', "chunks = 2")
+    assert (third, last) == ('chunks = 4, dispatch_wire = "w1"', 'chunks = 4, dispatch_wire = "w6"')
+
+
+def test_number_formats_of_one_way_do_not_keep_another_way_from_the_list():
+    many = [candidate(4, float(n), dispatch_wire=f"w{n}") for n in range(MOST)]
+    said = ways([found(region(*many, candidate(2, 50.0), as_it_is_us=99.0))], MegaMoEConfig())
+    assert [(one["chunks"], one.get("dispatch_wire")) for one in said[:3]] == [
+        (4, "w0"), (2, None), (4, "w1"),
+    ]  # fmt: skip
 
 
 def test_a_prediction_is_the_sum_over_all_scheduled_graphs():

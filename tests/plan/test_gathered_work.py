@@ -11,7 +11,8 @@ from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
-from moe_compile.graph.query import is_all_gather, is_launch, is_reduce_scatter
+from moe_compile.cost.sizes import NominalSizes
+from moe_compile.graph.query import is_all_gather, is_launch, is_reduce_scatter, tensor_of
 from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import extra_bytes
 from moe_compile.plan.decide import experts_rule, wires_tried
@@ -27,6 +28,7 @@ from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 16, 24, 8, 32
 GATHERED = Candidate(dispatch="all_gather")
+GROUPED = torch.ops.aten._grouped_mm.default
 
 
 def tokens(number=TOKENS):
@@ -74,6 +76,20 @@ def crossing(graph, num_ranks):
             nbytes = sent.meta["val"].nbytes * (num_ranks - 1)
             found[nbytes if is_all_gather(node) else nbytes // num_ranks] += 1
     return found
+
+
+@pytest.mark.parametrize("slices", slow_but([2], [1, 2]))
+def test_the_schedule_counts_the_even_share_of_rows_forward_and_backward(fake_ranks, slices):
+    """Nothing in the graph says how many rows a rank's experts have of the tokens it gathers."""
+    gm = captured(GroupedExperts, fake_ranks)
+    options = {"dispatch": "all_gather", "chunk_by": "tokens", "numerics": "bounded"}
+    compile_state, _ = rewrite(gm, state(chunks=slices, equal_tokens=True, **options).config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    for module in trace_both(gm, inputs, compile_state):
+        sizes = NominalSizes(compile_state.nominal_sizes)
+        products = module.graph.find_nodes(op="call_function", target=GROUPED)
+        rows = {sizes.shape(tensor_of(n.all_input_nodes[0]))[0] for n in products}
+        assert TOKENS * 2 // slices in rows and 1 not in rows
 
 
 @pytest.mark.parametrize(
