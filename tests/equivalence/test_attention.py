@@ -57,11 +57,20 @@ ANY = Case(heads=8, kv_heads=4, groups=2, batch=2, positions=4, dtype=torch.floa
 """A group has two heads of a rank: where torch has no fused kernel a CPU rounds one otherwise."""
 
 
+MIRRORED = [style for style in (*STYLES, *VARIANTS) if style is not LatentAttention]
+"""All but the one whose gradient is reduced and scattered, which mirrored ranks cannot."""
+
+
 @pytest.mark.parametrize(
-    "style", slow_but([STYLES[0], UnderAutocast], (*STYLES, *VARIANTS)), ids=lambda s: s.__name__
+    "style", slow_but([STYLES[0], UnderAutocast], MIRRORED), ids=lambda s: s.__name__
 )
 def test_attention_in_groups_of_heads_equals_eager(mirrored_ranks, style):
     check(mirrored_ranks, ANY, style)
+
+
+@pytest.mark.slow
+def test_attention_whose_keys_are_gathered_equals_eager(two_ranks):
+    check(two_ranks, ANY, LatentAttention)
 
 
 def remarks_of(rank):

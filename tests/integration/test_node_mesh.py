@@ -133,5 +133,5 @@ def test_a_job_that_asks_for_two_hops_has_its_nodes_registered(four_ranks, tmp_p
     assert [rank.steps for rank in ours] == [rank.steps for rank in theirs]
     for rank in ours:
         assert rank.verdicts and not any(Reason.NO_NODE_GROUPS.value in r for r in rank.remarks)
-    with pytest.raises(RankFailure, match="nodes of 3 ranks do not divide"):
+    with pytest.raises(RankFailure, match="nodes of 3 ranks neither divide nor contain"):
         train(four_ranks, 4, tmp_path / "odd", OURS, degrees, {**asked, "megamoe.node_ranks": 3})
