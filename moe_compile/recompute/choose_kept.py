@@ -16,9 +16,10 @@ Pseudo-code
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch._functorch.config as functorch_config
 import torch.fx as fx
@@ -48,6 +49,7 @@ CLOSE: Final = 0.97
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 Partitioner = Callable[[], Modules]
+Phases: TypeAlias = "tuple[Scheduled, Scheduled]"
 
 TORCHS_DEFAULT: Final = "torch's default"
 TORCHS_PRICES: Final = "operations, as torch counts them"
@@ -66,7 +68,12 @@ class Partition:
     """Forward nodes whose tensors are kept for the backward alone, with their bytes."""
     again: frozenset[str]
     """Names of nodes that both graphs run."""
-    phases: tuple[Scheduled, Scheduled]
+    schedule: Callable[[Partition], Phases]
+
+    @functools.cached_property
+    def phases(self) -> Phases:
+        """Return forward and backward in their schedules, which take long to find."""
+        return self.schedule(self)
 
     @property
     def kept_bytes(self) -> int:
@@ -93,8 +100,8 @@ class Chosen:
         names = {node.name for node in self.partition.kept}
         dropped = sum(b for node, b in self.default.kept.items() if node.name not in names)
         again = self.partition.again - self.default.again
-        again_us = self.partition.phases[1].compute_us(again)
-        added_us = max(0.0, self.partition.us - self.default.us)
+        again_us = self.partition.phases[1].compute_us(again) if again else 0.0
+        added_us = max(0.0, self.partition.us - self.default.us) if again else 0.0
         return {
             "kept_bytes_before": self.default.kept_bytes,
             "kept_bytes": self.partition.kept_bytes,
@@ -168,7 +175,7 @@ class Search:
         self._joint, self._state, self._sizes = joint, state, sizes
         self._partition, self._num_results = partition, num_results
         self._made: dict[tuple[str, float], Partition] = {}
-        self._priced: dict[tuple[frozenset[str], frozenset[str]], tuple[Scheduled, Scheduled]] = {}
+        self._priced: dict[tuple[frozenset[str], frozenset[str]], Phases] = {}
 
     def choose(self, default: Partition, budget: int) -> Chosen:
         """Return the fastest candidate of at most `budget` bytes, or the one that keeps least."""
@@ -226,13 +233,17 @@ class Search:
         forward, backward = (module.graph for module in modules)
         kept = kept_storages(forward, backward, self._num_results, self._sizes)
         again = computed_again(forward, backward)
-        key = frozenset(node.name for node in kept), again
-        if key not in self._priced:
-            one, other = (Scheduled.of(g, self._state, self._sizes) for g in (forward, backward))
-            self._priced[key] = one, other
         return Partition(
-            modules=modules, prices=prices, kept=kept, again=again, phases=self._priced[key]
+            modules=modules, prices=prices, kept=kept, again=again, schedule=self._scheduled
         )
+
+    def _scheduled(self, one: Partition) -> Phases:
+        key = frozenset(node.name for node in one.kept), one.again
+        if key not in self._priced:
+            forward, backward = (module.graph for module in one.modules)
+            given = self._state, self._sizes
+            self._priced[key] = Scheduled.of(forward, *given), Scheduled.of(backward, *given)
+        return self._priced[key]
 
 
 @dataclass(frozen=True, kw_only=True)

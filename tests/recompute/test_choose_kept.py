@@ -108,7 +108,7 @@ def test_a_budget_is_kept_and_collectives_run_once(fake_ranks):
     for one, other in ((forward, plain), (backward, plain_backward)):
         assert [names(one, is_launch)] == [names(other, is_launch)]
     assert not names(backward, integers_taken)
-    assert not [n for n in names(backward) if "dropout" in n or "sort" in n or "topk" in n]
+    assert not {"aten::native_dropout", "aten::sort", "aten::topk"} & {*names(backward)}
 
 
 def names(module, holds=lambda node: True):
@@ -121,14 +121,14 @@ def names(module, holds=lambda node: True):
 
 def test_no_choice_is_slower_than_torchs_solver_with_as_many_bytes(fake_ranks):
     def look(search, default):
-        for share in (0.8, 0.5, 0.2):
+        for share in (0.9, 0.01):
             torchs = search.partitioned(TORCHS_PRICES, share)
+            assert torchs.kept_bytes < default.kept_bytes
             chosen = search.choose(default, torchs.kept_bytes).partition
             yield torchs.kept_bytes, torchs.us, chosen.kept_bytes, chosen.us
 
     found = searched(Block(fake_ranks), lambda *given: list(look(*given)))
     assert all(kept <= budget and us <= theirs for budget, theirs, kept, us in found)
-    assert len({budget for budget, *_ in found}) > 1
 
 
 def test_a_budget_that_cannot_be_met_is_told_with_the_least(fake_ranks):
