@@ -24,20 +24,20 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.fx as fx
-from functorch.compile import (
-    make_boxed_func,
-    min_cut_rematerialization_partition,
-)
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._inductor import custom_graph_pass
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from moe_compile.cost.aot_trace import AOT, aot_graphs
 from moe_compile.entry_points import hash_of_packages
+from moe_compile.errors import InvalidConfig
 from moe_compile.failed_compilation import forget_unfinished_symbols
 from moe_compile.graph.edit import note_receivers
 from moe_compile.graph.query import is_tangent
 from moe_compile.journal.entries import Dropped
 from moe_compile.plan.state import CompileState
+from moe_compile.recompute.partition import partitioned
 from moe_compile.second_backward import keep_saved_tensors, keeps_host_reads
 from moe_compile.source_hash import hash_of_sources
 from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
@@ -55,6 +55,7 @@ HOOKS: Final = {
 
 AHEAD: Final = "force_non_lazy_backward_lowering"
 FUSIONS: Final = "pre_grad_fusion_options"
+PARTITIONER: Final = "custom_partitioner_fn"
 
 EVERY_LEVEL: Final = tuple(itertools.chain.from_iterable(HOOKS.values()))
 """Levels that run on a graph with work for them."""
@@ -101,6 +102,33 @@ class LevelPass(CustomGraphPass):
         uuid = getattr(self._before, "uuid", None)
         theirs = uuid() if callable(uuid) else None
         return None if theirs is None else (theirs, mine)
+
+
+_Partitioner: type = getattr(custom_graph_pass, "CustomPartitionerFn", object)
+
+
+class PartitionByPrice(_Partitioner):
+    """The choice of what is kept for the backward pass, as Inductor's partitioner."""
+
+    def __init__(self, state: CompileState) -> None:
+        """Partition the graphs of the compilation that `state` is of."""
+        self._state = state
+
+    def __call__(self, joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
+        """Return the forward and the backward graph of `joint`."""
+        return partitioned(joint, joint_inputs, self._state, **settings)
+
+    def uuid(self) -> str:
+        """Return the identity of the choice in cache keys: that of our passes."""
+        return _identity(self._state)
+
+    def __getstate__(self) -> str:
+        """Return what a cache key has of Inductor's settings."""
+        return self.uuid()
+
+    def __deepcopy__(self, _: object) -> PartitionByPrice:
+        """Return itself: settings are copied while graphs are compiled."""
+        return self
 
 
 def _sources() -> str:
@@ -179,9 +207,25 @@ def compile_with_inductor(
         passes[EARLY] = LevelPass((), state, _stood_on(EARLY, patches))
     if passes:
         ours.update(_let_into_cache(gm, patches))
+    if JOINT in levels and state.config.recompute == "price":
+        _check_partitioner(patches)
+        ours[PARTITIONER] = PartitionByPrice(state)
     settings = {**patches, **ours, **passes}
     with _backward_ahead() if levels else contextlib.nullcontext():
         return _compile_without_failures(gm, example_inputs, state, settings)
+
+
+def _check_partitioner(patches: Mapping[str, Any]) -> None:
+    """Raise InvalidConfig where another partitioner, or none, would decide what is kept."""
+    if PARTITIONER not in inductor_config.get_config_copy():
+        why = f"needs Inductor's {PARTITIONER}, which this torch does not have"
+    elif _stood_on(PARTITIONER, patches) is not None:
+        why = f"and Inductor's {PARTITIONER} both decide what is kept for the backward pass"
+    else:
+        return
+    raise InvalidConfig(
+        f"megamoe.recompute = 'price' {why}; write megamoe.recompute = 'save_exchanges'"
+    )
 
 
 def _backward_ahead() -> contextlib.AbstractContextManager[None]:
@@ -292,7 +336,7 @@ def partition_with_passes(state: CompileState) -> Callable[..., Any]:
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
         run_on_aot_graph(JOINT, joint.graph, state)
-        return min_cut_rematerialization_partition(joint, joint_inputs, **settings)
+        return partitioned(joint, joint_inputs, state, **settings)
 
     return partition
 

@@ -149,11 +149,18 @@ class MegaMoEConfig:
     and only consecutive exchanges of one region may be reordered."""
     schedule: bool = True
     """Reorder launches, waits and compute so that collectives run under compute."""
-    recompute: Literal["model", "save_exchanges", "recompute_exchanges"] = "save_exchanges"
+    recompute: Literal["model", "save_exchanges", "recompute_exchanges", "price"] = "save_exchanges"
     """What activation checkpointing does with exchanges: follow the model's own policy, save what
     they received, or exchange again in the backward pass. Without `equal_tokens` the received rows
     are always saved: a rank without tokens may recompute fewer exchanges than other ranks wait
-    for."""
+    for. "price" saves them too. It also chooses by predicted time which other tensors the backward
+    pass computes again, within `activation_budget` (docs/memory.md#recomputation-by-price); it
+    needs `equal_tokens` and static sizes, and is "save_exchanges" without them."""
+    activation_budget: int | float = 1.0
+    """For `recompute` = "price": what the forward pass of each compiled graph may keep for its
+    backward pass. A number of at most 1 is a share of the bytes that torch's partitioner keeps
+    without a budget; the graph's inputs and results do not count. A whole number above 1 is bytes.
+    1.0 keeps all of it."""
     transport: str = "functional"
     """What carries the rows of dispatch and combine: "functional" (torch's collectives) or the name
     of a transport that another package adds (docs/extend.md)."""
@@ -203,6 +210,7 @@ class MegaMoEConfig:
             check_choice(name, getattr(self, name), choices)
         for name in ("max_memory_increase", "routing_skew"):
             check_amount(name, getattr(self, name))
+        check_budget(self.activation_budget, self.recompute)
         for name, hint in HINTS.items():
             if hint in KINDS and not _is_of_kind(name, value := getattr(self, name)):
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what_to_write(name)}")
@@ -317,11 +325,12 @@ def _parse(variable: str, name: str, text: str) -> Any:
         return words[text.lower()]
     if isinstance(default, tuple):
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if int in (HINTS[name], *get_args(HINTS[name])):
-        return int(text) if re.fullmatch(r"-?[0-9]+", text) else text
+    whole = re.fullmatch(r"-?[0-9]+", text)
+    if int in (HINTS[name], *get_args(HINTS[name])) and not isinstance(default, float):
+        return int(text) if whole else text
     if isinstance(default, float):
         try:
-            return float(text)
+            return int(text) if whole and int in get_args(HINTS[name]) else float(text)
         except ValueError:
             raise InvalidConfig(f"{variable} is {text!r}; write a number") from None
     return text
@@ -387,6 +396,22 @@ def check_amount(name: str, amount: Any) -> None:
         raise InvalidConfig(f"megamoe.{name} is {amount!r}; write {AMOUNTS[name]}")
 
 
+BUDGET: Final = "a share above 0 and at most 1, as 0.5, or whole bytes per graph, as 2_000_000_000"
+
+
+def check_budget(budget: object, recompute: str) -> None:
+    """Raise InvalidConfig for anything but a share or bytes, and for a share that nothing reads."""
+    is_share = isinstance(budget, int | float) and 0 < budget <= 1
+    is_bytes = isinstance(budget, int) and budget > 1
+    if isinstance(budget, bool) or not (is_share or is_bytes):
+        raise InvalidConfig(f"megamoe.activation_budget is {budget!r}; write {BUDGET}")
+    if budget != 1 and recompute != "price":
+        raise InvalidConfig(
+            f"megamoe.activation_budget is {budget!r}, which megamoe.recompute = {recompute!r} "
+            'does not read; write recompute = "price", or leave out activation_budget'
+        )
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise InvalidConfig for anything but one of `choices`."""
     if value not in choices:
@@ -411,6 +436,11 @@ def what_to_lower(config: MegaMoEConfig) -> str:
         told.append(
             "recompute = 'save_exchanges' keeps received rows that the model computes again (write "
             "'model', with equal_tokens)"
+        )
+    if config.recompute == "price":
+        told.append(
+            f"activation_budget = {config.activation_budget} is what recompute = 'price' keeps for "
+            "the backward pass (write less)"
         )
     if config.dispatch != "all_to_all":
         told.append(

@@ -49,13 +49,14 @@ class RecordOrder(GraphPass):
 
 def _record(graph: fx.Graph, state: CompileState) -> dict[str, Any]:
     order = collective_order(graph)
+    measures = {**state.measures, **({} if state.is_backward else state.kept)}
     return {
         "site": state.site,
         "plan": state.plan_digest,
         "phase": "backward" if state.is_backward else "forward",
         "launches": {group: list(launches) for group, launches in sorted(order.items())},
         "numbers": launch_numbers(graph),
-        "measures": {key: round(value, 3) for key, value in sorted(state.measures.items())},
+        "measures": {key: round(value, 3) for key, value in sorted(measures.items())},
         "timeline": keep_timeline(state.timeline, is_cached=state.config.codegen == "inductor"),
     }
 

@@ -10,7 +10,8 @@ is given are kept, as in torch, so that nothing of the first is needed for the s
 
 Inside a checkpointed function torch recomputes every collective in the backward pass. With
 `recompute = "save_exchanges"` rows that forward exchanges received are saved instead; with
-"recompute_exchanges" they are recomputed; "model" leaves the model's own policy. Other collectives,
+"recompute_exchanges" they are recomputed; "model" leaves the model's own policy; "price" saves
+them, and chooses later what else is kept (`moe_compile/recompute`). Other collectives,
 as those of tensor parallelism, follow the model's policy always: the user chose it for its memory.
 
 Integers that the host has read are kept under every option: reading them once more would be one
@@ -152,7 +153,8 @@ def _number(node: fx.Node) -> int:
 
 def _unmet(config: MegaMoEConfig, checkpointed: list[fx.Node]) -> tuple[Verdict, ...]:
     """Return a verdict that exchanges are not recomputed although the option asks for it."""
-    if config.equal_tokens or config.recompute == "save_exchanges" or not checkpointed:
+    is_saved = config.recompute in ("save_exchanges", "price")
+    if config.equal_tokens or is_saved or not checkpointed:
         return ()
     verdict = Verdict(candidate="checkpointed exchanges", reason=Reason.TOKENS_MAY_DIFFER)
     return (judged(config, "recompute", verdict),)

@@ -27,6 +27,13 @@ def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
     assert (ours, inductor) == ({"chunks": 2}, {"max_autotune": True})
 
 
+@pytest.mark.parametrize(("text", "budget"), [("0.5", 0.5), ("3000", 3000), ("1", 1)])
+def test_a_budget_of_the_environment_is_a_share_or_bytes(text, budget):
+    variables = {"MEGAMOE_RECOMPUTE": "price", "MEGAMOE_ACTIVATION_BUDGET": text}
+    found = from_sources(environment=variables).activation_budget
+    assert found == budget and type(found) is type(budget)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -54,6 +61,14 @@ def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
         ({"chunk_edges": "loads"}, "write one of even, load, auto. Did you mean 'load'?"),
         ({"step_peak_bytes": -5}, "write a whole number of at least 0"),
         ({"node_ranks": 2.0}, "megamoe.node_ranks is 2.0; write a whole number of at least 0"),
+        (
+            {"recompute": "price", "activation_budget": 1.5},
+            "activation_budget is 1.5; write a share",
+        ),
+        ({"recompute": "price", "activation_budget": 0}, "activation_budget is 0; write a share"),
+        ({"recompute": "price", "activation_budget": True}, "is True; write a share above 0"),
+        ({"recompute": "price", "activation_budget": float("nan")}, "is nan; write a share above"),
+        ({"activation_budget": 0.5}, 'does not read; write recompute = "price"'),
         ({"disable_passes": "rewrite_regions"}, "write a list of pass names"),
     ],
 )

@@ -45,6 +45,8 @@ class Layout:
     """Activation checkpointing."""
     selective: str = _key("activation_checkpoint.selective_ac_option", "2")
     """For "selective": "op", or every n-th layer."""
+    recompute: str = _key("megamoe.recompute", "save_exchanges")
+    """What the backward pass computes again, as megamoe's option says."""
     reduce_dtype: str = _key("training.mixed_precision_reduce", "float32")
     """Type in which FSDP2 reduces gradients."""
     gradient_wire: str = _key("megamoe.gradient_wire", "same")
@@ -139,7 +141,10 @@ MODELS: Final = ("deepseek_v3", "gpt_oss", "llama4", "qwen3")
 SCHEDULES: Final = ("1F1B", "Interleaved1F1B")
 IN_FP8: Final = "quantize.grouped_mm.float8"
 """torchtitan's converter of the products of experts, by torchao."""
-CHECKPOINTING: Final = ("none", "selective", "full")
+BY_BUDGET: Final = "memory_budget"
+"""Mode of activation checkpointing that megamoe answers with `recompute` = "price"."""
+PRICED: Final = ("price", "save_exchanges")
+"""Values of `recompute` beside it: the one that it stands for, and the default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,11 +297,11 @@ RULES: Final = (
         why="Inductor's pass for it moves collectives that megamoe has put in order",
     ),
     Rule(
-        holds=lambda x: x.checkpointing not in CHECKPOINTING,
-        what="activation checkpointing by memory budget",
-        field="checkpointing",
-        instead=lambda _: CHECKPOINTING[1],
-        why="it lets the partitioner recompute exchanges",
+        holds=lambda x: x.checkpointing == BY_BUDGET and x.recompute not in PRICED,
+        what='activation checkpointing by memory budget, with a `recompute` other than "price"',
+        field="recompute",
+        instead=lambda _: PRICED[0],
+        why='recompute = "price" is what keeps a memory budget',
     ),
     Rule(
         holds=lambda x: x.ep > 1 and IN_FP8 in x.converters,

@@ -23,12 +23,13 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_ddp
 
 from moe_compile.config import PREFIX
+from moe_compile.recompute.choose_kept import LEAST
 from moe_compile.runtime.agree_on_machine import agree_on_machines
 from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
 from torchtitan_integration.block_groups import block_groups, forward_of, run_as_group
 from torchtitan_integration.fsdp import ExpertCarrier, apply_fsdp
 from torchtitan_integration.job_config import compile_options, option_of, options_of, report_path
-from torchtitan_integration.layout import BACKEND, check_layout, of_model, read_layout
+from torchtitan_integration.layout import BACKEND, BY_BUDGET, check_layout, of_model, read_layout
 from torchtitan_integration.meshes import (
     connect_exchanges,
     exchange_buffers,
@@ -214,7 +215,19 @@ def backend_options(job: JobConfig, held: int) -> dict[str, Any]:
     """Return the `options=` of the backend for a job whose rank holds `held` bytes."""
     table = getattr(job, BACKEND, None)  # absent from a TOML that names no config module
     report = {PREFIX + "report": report_path(job)}
-    return {PREFIX + "step_peak_bytes": held, **compile_options(table), **report}
+    held_bytes = {PREFIX + "step_peak_bytes": held}
+    return {**held_bytes, **compile_options(table), **budget_options(job), **report}
+
+
+def budget_options(job: JobConfig) -> dict[str, Any]:
+    """Return the options that meet torchtitan's memory budget; {} where megamoe's own are written.
+
+    A budget of 0, for which torch keeps nothing, asks for the least that exchanges allow.
+    """
+    if job.activation_checkpoint.mode != BY_BUDGET or option_of(job, "recompute") == "price":
+        return {}
+    share = job.activation_checkpoint.memory_budget or LEAST
+    return {PREFIX + "recompute": "price", PREFIX + "activation_budget": share}
 
 
 def _backend(job: JobConfig, held: int) -> tuple[str, dict[str, Any] | None]:

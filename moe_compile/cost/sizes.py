@@ -75,6 +75,12 @@ class NominalSizes:
         self._guess_the_rest(graph, exchanges)
         self._cache.clear()
 
+    def by_symbol(self, graph: fx.Graph) -> Iterator[tuple[Any, Any, int]]:
+        """Yield each symbol of the graph that has no hint, its environment, and its value."""
+        for symbol, env in _symbols(graph):
+            if str(symbol) in self.known and _hint(symbol, env) is None:
+                yield symbol, env, self.known[str(symbol)]
+
     def size(self, size: Any) -> int:
         """Return the nominal value of an integer or symbolic integer."""
         if isinstance(size, int) and not isinstance(size, torch.SymInt):

@@ -43,7 +43,7 @@ class Reason(enum.Enum):
     NOT_ASKED = "the options leave it off", Kind.NOT_ASKED
     ROUNDS = "its results would be rounded differently", Kind.NOT_ASKED
     NO_PRICE = (
-        "auto has no predicted times to decide by, since sizes are not static or equal_tokens is "
+        "there are no predicted times to decide by, since sizes are not static or equal_tokens is "
         "not set",
         Kind.NOT_ASKED,
     )

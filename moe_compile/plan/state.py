@@ -83,6 +83,8 @@ class CompileState:
     """Process groups of regions whose tokens are gathered, of the whole compilation."""
     measures: dict[str, float] = field(default_factory=dict)
     """Figures from the passes that ran on the AOTAutograd graph at hand."""
+    kept: Mapping[str, float] = field(default_factory=dict)
+    """Figures of what the forward keeps for the backward, where `recompute` is "price"."""
     is_priced: bool = False
     """Whether the graphs are traced for a price alone: nobody looks at their timelines."""
     timeline: str = ""

@@ -102,11 +102,34 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"Dynamo ends a graph at {place}"
     for place in dict.fromkeys(_read_alone(report)):
         yield f"The host takes an integer by itself at {place}"
+    yield from dict.fromkeys(text for graph in report["graphs"] if (text := _kept(graph)))
     rewrites = report.get("rewrites", ())  # none in reports of earlier versions
     yield from (f"Rewrite {line}" for line in rewrites)
     yield from report.get("warnings", ())
     if not report["compilations"] and not rewrites:
         yield "No MoE region was found; the code is Inductor's alone."
+
+
+def _kept(graph: Mapping[str, Any]) -> str:
+    """Return a line on what a forward graph keeps for its backward by price; "" for any other."""
+    if "kept_bytes" not in graph:
+        return ""
+    before, kept, allowed, again = (
+        graph[key] / 1e6
+        for key in ("kept_bytes_before", "kept_bytes", "kept_bytes_allowed", "again_bytes")
+    )
+    again_ms, hidden_ms = graph["again_us"] / 1e3, graph["again_hidden_us"] / 1e3
+    said = (
+        f"Kept for the backward pass at {_place(graph['where'])}: {kept:.1f} of {before:.1f} MB. "
+        f"Computed again: {again:.1f} MB in {again_ms:.2f} ms, of which {hidden_ms:.2f} ms run "
+        "while the backward pass would wait (predicted)."
+    )
+    if kept > allowed:
+        return (
+            f"{said} The budget of {allowed:.1f} MB cannot be met: {kept:.1f} MB is the least "
+            "that was found."
+        )
+    return f"{said} The budget is {allowed:.1f} MB."
 
 
 def _read_alone(report: Mapping[str, Any]) -> Iterator[str]:

@@ -29,6 +29,7 @@ LAYERS = (  # left to right; longest prefix wins
     ("moe_compile.cost",),
     ("moe_compile.schedule",),
     ("moe_compile.plan",),
+    ("moe_compile.recompute",),
     ("moe_compile.report.region_reports",),
     ("passes",),
     ("moe_compile.report",),

@@ -40,12 +40,16 @@ def run(program, tag, *choices, root=ROOT):
 
 TWO = {"megamoe.chunks": 2}
 LESS_MEMORY = {**TWO, "megamoe.max_memory_increase": 0.2}
+PRICED = {"megamoe.equal_tokens": True, "megamoe.recompute": "price"}
+HALF = {**PRICED, "megamoe.activation_budget": 0.5}
 OTHERS = (
     LESS_MEMORY,
     {"megamoe.chunks": 3},
     {**TWO, "megamoe.hardware": "h100"},
     {**TWO, "megamoe.disable_passes": ["save_exchanges"]},
     {**TWO, "megamoe.measure_waits": True},
+    HALF,
+    {**PRICED, "megamoe.activation_budget": 0.4},
 )
 
 
@@ -80,6 +84,8 @@ def test_a_second_process_hits(first, tag):
 @pytest.mark.slow
 def test_other_options_miss(first, tag):
     assert [hits_and_misses(x) for x in run("cached", tag, *OTHERS)] == [MISSES] * len(OTHERS)
+    (again,) = run("cached", tag, HALF)
+    assert hits_and_misses(again) == HITS
 
 
 @pytest.mark.slow

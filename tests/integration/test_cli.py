@@ -66,8 +66,9 @@ def write(folder, text):
             "write parallelism.pipeline_parallel_degree = 1",
         ),
         (
-            f'{OURS}[activation_checkpoint]\nmode = "memory_budget"\n',
-            'write activation_checkpoint.mode = "selective"',
+            f'{OURS}[activation_checkpoint]\nmode = "memory_budget"\n'
+            '[megamoe]\nrecompute = "model"\n',
+            'write megamoe.recompute = "price"',
         ),
         (
             f"{OURS}[parallelism]\ncontext_parallel_degree = 2\ntensor_parallel_degree = 2\n",
@@ -253,7 +254,7 @@ def test_every_rule_refuses_and_what_it_says_to_write_passes():
         {"exchange": "deepep"},
         {"seq_len": 130},
         {"async_tp": True},
-        {"checkpointing": "memory_budget"},
+        {"checkpointing": "memory_budget", "recompute": "model"},
         {"converters": ("quantize.linear.float8", "quantize.grouped_mm.float8")},
         {"gradient_wire": "bf16_fp32_sum", "reduce_dtype": "bfloat16"},
         {"gradient_wire": "bf16_fp32_sum", "dp_shard": 1, "ep": 1},

@@ -1,0 +1,1 @@
+"""What is kept for the backward pass by price, held against torch's own solver."""

@@ -1,0 +1,1 @@
+"""Which tensors the forward keeps for the backward, and what the backward computes again."""

@@ -1,0 +1,282 @@
+"""The choice of `recompute = "price"`: what the forward keeps for the backward, by predicted time.
+
+Contract
+    A function of the joint graph, the options and the hardware profile; nothing is measured.
+    torch's partitioner makes every candidate; none of its settings is left changed. Collectives are
+    the same in all candidates, so nothing that ranks share follows from the choice.
+    A candidate is priced by the schedules of its forward and its backward.
+
+Pseudo-code
+    default = torch's partition without a budget; done if it fits
+    for prices in (torch's operations, our times, our times where the backward waits)
+        try the budget asked for as torch's, then larger and smaller ones, by halving
+    take the fastest that fits; where none does, the one that keeps least
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch._functorch.config as functorch_config
+import torch.fx as fx
+
+from moe_compile.cost.cost_model import estimate_costs
+from moe_compile.cost.sizes import NominalSizes
+from moe_compile.plan.state import CompileState
+from moe_compile.recompute.kept import computed_again, kept_storages
+from moe_compile.recompute.never_again import keep_what_is_never_computed_again
+from moe_compile.recompute.prices import PricedByName, beside_waits
+from moe_compile.schedule.choose_schedule import choose_schedule
+from moe_compile.schedule.liveness import Liveness
+from moe_compile.schedule.schedule_problem import ScheduleProblem
+from moe_compile.schedule.simulate import simulate
+
+BUDGET: Final = "activation_memory_budget"
+ESTIMATOR: Final = "activation_memory_budget_runtime_estimator"
+SOLVER: Final = "activation_memory_budget_solver"
+DRAWS: Final = "visualize_memory_budget_pareto"
+"""Setting by which torch draws its own curve, by many more solutions."""
+TRIES: Final = 4
+"""Budgets tried with each kind of prices; each is one more run of torch's partitioner."""
+LEAST: Final = 1e-6
+"""A budget for which torch keeps only what it must; 0 would have it keep nothing, exchanges too."""
+CLOSE: Final = 0.97
+"""Share of the budget from which on no larger one is tried."""
+
+Modules = tuple[fx.GraphModule, fx.GraphModule]
+Partitioner = Callable[[], Modules]
+Phases: TypeAlias = "tuple[Scheduled, Scheduled]"
+
+TORCHS_DEFAULT: Final = "torch's default"
+TORCHS_PRICES: Final = "operations, as torch counts them"
+OUR_PRICES: Final = "predicted time"
+FREE_WAITS: Final = "predicted time, less time in which the backward waits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """A forward and a backward graph, and what they keep and take."""
+
+    modules: Modules
+    prices: str
+    """Prices by which torch's solver decided."""
+    kept: Mapping[fx.Node, int]
+    """Forward nodes whose tensors are kept for the backward alone, with their bytes."""
+    again: frozenset[str]
+    """Names of nodes that both graphs run."""
+    schedule: Callable[[Partition], Phases]
+
+    @functools.cached_property
+    def phases(self) -> Phases:
+        """Return forward and backward in their schedules, which take long to find."""
+        return self.schedule(self)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes kept for the backward alone."""
+        return sum(self.kept.values())
+
+    @property
+    def us(self) -> float:
+        """Return the predicted time of forward and backward, microseconds."""
+        return sum(phase.step_us for phase in self.phases)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The partition to use, and the one that torch makes without a budget."""
+
+    partition: Partition
+    default: Partition
+    budget_bytes: int
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Return bytes, and predicted microseconds, by the names that reports have."""
+        names = {node.name for node in self.partition.kept}
+        dropped = sum(b for node, b in self.default.kept.items() if node.name not in names)
+        again = self.partition.again - self.default.again
+        again_us = self.partition.phases[1].compute_us(again) if again else 0.0
+        added_us = max(0.0, self.partition.us - self.default.us) if again else 0.0
+        return {
+            "kept_bytes_before": self.default.kept_bytes,
+            "kept_bytes": self.partition.kept_bytes,
+            "kept_bytes_allowed": self.budget_bytes,
+            "again_bytes": dropped,
+            "again_us": again_us,
+            "again_hidden_us": max(0.0, again_us - added_us),
+        }
+
+
+def choose_kept(
+    joint: fx.GraphModule, state: CompileState, partition: Partitioner, num_results: int
+) -> Chosen:
+    """Return the fastest partition of `joint` that `activation_budget` allows.
+
+    `partition` runs torch's partitioner on `joint`, under the settings that there are then. The
+    first `num_results` values that the forward returns are the program's.
+    """
+    sizes = NominalSizes(dict(state.nominal_sizes))
+    sizes.learn(joint.graph)
+    with nominal_hints(joint.graph, sizes):
+        search = Search(joint, state, sizes, partition, num_results)
+        default = search.partitioned(TORCHS_DEFAULT, 1.0)
+        budget = budget_bytes(state.config.activation_budget, default.kept_bytes)
+        if default.kept_bytes <= budget:
+            return Chosen(partition=default, default=default, budget_bytes=budget)
+        keep_what_is_never_computed_again(joint.graph)
+        return search.choose(default, budget)
+
+
+def budget_bytes(asked: float, default_bytes: int) -> int:
+    """Return the bytes that `activation_budget` allows: a share of the default's, or bytes."""
+    return int(asked) if asked > 1 else int(asked * default_bytes)
+
+
+@contextlib.contextmanager
+def nominal_hints(graph: fx.Graph, sizes: NominalSizes) -> Iterator[None]:
+    """Have torch's partitioner take our nominal sizes where it would guess.
+
+    The hints are where `torch._dynamo.override_optimization_hint` puts them; those of before are
+    put back. A torch without them guesses.
+    """
+    hints = [
+        (overrides, symbol, value)
+        for symbol, env, value in sizes.by_symbol(graph)
+        if (overrides := getattr(env, "var_to_hint_override", None)) is not None
+    ]
+    before = [(overrides, dict(overrides)) for overrides in {id(o): o for o, *_ in hints}.values()]
+    for overrides, symbol, value in hints:
+        overrides.setdefault(symbol, value)
+    try:
+        yield
+    finally:
+        for overrides, old in before:
+            overrides.clear()
+            overrides.update(old)
+
+
+class Search:
+    """Runs of torch's partitioner on one joint graph."""
+
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        state: CompileState,
+        sizes: NominalSizes,
+        partition: Partitioner,
+        num_results: int,
+    ) -> None:
+        """Prepare; nothing is partitioned yet. Parameters are those of `choose_kept`."""
+        self._joint, self._state, self._sizes = joint, state, sizes
+        self._partition, self._num_results = partition, num_results
+        self._made: dict[tuple[str, float], Partition] = {}
+        self._priced: dict[tuple[frozenset[str], frozenset[str]], Phases] = {}
+
+    def choose(self, default: Partition, budget: int) -> Chosen:
+        """Return the fastest candidate of at most `budget` bytes, or the one that keeps least."""
+        found = self._candidates(default, budget)
+        fitting = [one for one in found if one.kept_bytes <= budget]
+        if fitting:
+            best = min(fitting, key=lambda one: one.us)
+        else:
+            best = min((default, *found), key=lambda one: (one.kept_bytes, one.us))
+        return Chosen(partition=best, default=default, budget_bytes=budget)
+
+    def _candidates(self, default: Partition, budget: int) -> list[Partition]:
+        """Return partitions by all kinds of prices, for budgets around the one asked for."""
+        costs = estimate_costs(self._joint.graph, self._sizes, self._state.hardware)
+        us = {node.name: cost.compute_us for node, cost in costs.items()}
+        backward = default.phases[1]
+        free = beside_waits(us, default.kept, backward.problem, backward.order)
+        estimators = {
+            TORCHS_PRICES: "flops",
+            OUR_PRICES: PricedByName(us),
+            FREE_WAITS: PricedByName(free),
+        }
+        asked = budget / default.kept_bytes
+        found = [one for e in estimators.items() for one in self._halving(*e, asked, budget)]
+        if all(one.kept_bytes > budget for one in found):
+            found.append(self.partitioned(OUR_PRICES, LEAST, estimators[OUR_PRICES]))
+        return found
+
+    def _halving(
+        self, prices: str, estimator: Any, asked: float, budget: int
+    ) -> Iterator[Partition]:
+        """Yield partitions for `asked`, then for shares nearer to what just fits."""
+        fits, exceeds, share = 0.0, 1.0, asked
+        for _ in range(TRIES):
+            one = self.partitioned(prices, share, estimator)
+            yield one
+            if one.kept_bytes > budget:
+                exceeds = share
+            elif one.kept_bytes >= CLOSE * budget:
+                return
+            else:
+                fits = share
+            share = (fits + exceeds) / 2
+
+    def partitioned(self, prices: str, share: float, estimator: Any = "flops") -> Partition:
+        """Return torch's partition for a budget of `share`, by prices of an `estimator`."""
+        if (prices, share) not in self._made:
+            self._made[prices, share] = self._new(prices, share, estimator)
+        return self._made[prices, share]
+
+    def _new(self, prices: str, share: float, estimator: Any) -> Partition:
+        settings = {BUDGET: share, ESTIMATOR: estimator, SOLVER: "dp", DRAWS: False}
+        with functorch_config.patch(settings):
+            modules = self._partition()
+        forward, backward = (module.graph for module in modules)
+        kept = kept_storages(forward, backward, self._num_results, self._sizes)
+        again = computed_again(forward, backward)
+        return Partition(
+            modules=modules, prices=prices, kept=kept, again=again, schedule=self._scheduled
+        )
+
+    def _scheduled(self, one: Partition) -> Phases:
+        key = frozenset(node.name for node in one.kept), one.again
+        if key not in self._priced:
+            forward, backward = (module.graph for module in one.modules)
+            given = self._state, self._sizes
+            self._priced[key] = Scheduled.of(forward, *given), Scheduled.of(backward, *given)
+        return self._priced[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """A graph in the order that the schedule gives it."""
+
+    problem: ScheduleProblem
+    order: tuple[int, ...]
+    step_us: float
+
+    @classmethod
+    def of(cls, graph: fx.Graph, state: CompileState, sizes: NominalSizes) -> Scheduled:
+        """Schedule as the pass `schedule_exchanges` would; the graph stays as it is."""
+        config = state.config
+        problem = ScheduleProblem.of(
+            graph,
+            estimate_costs(graph, sizes, state.hardware),
+            keeps_program=not config.equal_tokens,
+            is_in_parts=state.is_in_parts,
+        )
+        order = tuple(range(len(problem.nodes)))
+        if config.schedule:
+            chosen = choose_schedule(
+                problem,
+                Liveness.of(problem.nodes, sizes),
+                config.max_memory_increase,
+                config.step_peak_bytes,
+                is_chunked=state.is_chunked,
+            )
+            order = chosen.chosen.order
+        return cls(problem=problem, order=order, step_us=simulate(problem, order).step_us)
+
+    def compute_us(self, names: Collection[str]) -> float:
+        """Return the time of the nodes of these names on the compute stream."""
+        pairs = zip(self.problem.nodes, self.problem.compute_us, strict=True)
+        return sum(us for node, us in pairs if node.name in names)

@@ -1,0 +1,68 @@
+"""Nodes whose results are kept, because the backward may not compute them again.
+
+Contract
+    Only the choice between keeping and computing again is written, as `recompute`. A node that has
+    a policy of the user's, or of ours, keeps it.
+
+What is never computed again:
+    a collective, and an operator that may communicate: other ranks would have to take part
+    a random operator: it would draw other numbers
+    an integer that the host reads: the host would wait for the device once more
+    an operator with an effect besides its value
+    a choice: a sort, and integers computed from floating-point numbers, as of the router's experts.
+        Code that computes them again within another kernel may keep more digits of its inputs, and
+        would choose otherwise; then rows and counts no longer fit each other.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
+
+from moe_compile.graph.effects import is_pure, is_size_query, may_communicate, may_draw
+from moe_compile.graph.precedence import integers_taken
+from moe_compile.graph.query import is_launch, is_wait, overload_name, value_of
+
+SORTS: Final = frozenset({"argsort", "kthvalue", "msort", "sort", "topk"})
+
+
+def keep_what_is_never_computed_again(graph: fx.Graph) -> None:
+    """Have the forward keep the results, or what is computed from them, of such nodes."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "recompute" not in node.meta and _is_never_again(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_never_again(node: fx.Node) -> bool:
+    if is_launch(node) or is_wait(node) or may_communicate(node) or may_draw(node):
+        return True
+    return (
+        bool(integers_taken(node)) or _chooses(node) or not (is_size_query(node) or is_pure(node))
+    )
+
+
+def _chooses(node: fx.Node) -> bool:
+    if overload_name(node).rpartition("::")[2] in SORTS:
+        return True
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return False  # attention that drops nothing: its integers are a generator's state, unused
+    reads_floats = any(map(_has_floats, node.all_input_nodes))
+    return reads_floats and any(map(_is_integer, _tensors(node)))
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(value_of(node))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _has_floats(node: fx.Node) -> bool:
+    return any(tensor.dtype.is_floating_point for tensor in _tensors(node))
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return not is_number and tensor.dtype is not torch.bool

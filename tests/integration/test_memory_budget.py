@@ -1,0 +1,42 @@
+"""torchtitan's memory budget asks megamoe for recomputation by price."""
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+
+from torchtitan.config import ConfigManager
+
+from moe_compile.config import from_sources, split_options
+from tests.integration.titan_jobs import CONFIG
+from torchtitan_integration.parallelize import backend_options, budget_options
+
+MODE = "--activation_checkpoint.mode=memory_budget"
+ASKED = "--megamoe.recompute=price"
+
+
+def job_of(*flags):
+    return ConfigManager().parse_args([f"--job.config_file={CONFIG}", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "budget"),
+    [
+        ((MODE,), 0.5),  # torchtitan's default
+        ((MODE, "--activation_checkpoint.memory_budget=0.3"), 0.3),
+        ((MODE, ASKED, "--megamoe.activation_budget=0.7"), 0.7),
+        ((ASKED, "--megamoe.activation_budget=2000000000"), 2_000_000_000),
+    ],
+)
+def test_the_budget_of_the_job_is_that_of_its_graphs(flags, budget):
+    job = job_of(*flags)
+    found = from_sources(options=split_options(backend_options(job, 0))[0], environment={})
+    assert found.recompute == "price" and found.equal_tokens
+    assert found.activation_budget == budget
+
+
+def test_a_budget_of_zero_asks_for_the_least_and_other_modes_for_none():
+    job = job_of(MODE)
+    job.activation_checkpoint.memory_budget = 0.0
+    assert 0 < budget_options(job)["megamoe.activation_budget"] < 1e-3
+    job.activation_checkpoint.mode = "full"
+    assert budget_options(job) == {}
