@@ -18,7 +18,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 import torch._functorch.config as functorch_config
@@ -29,7 +29,7 @@ from functorch.compile import (
     min_cut_rematerialization_partition,
 )
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from moe_compile.cost.aot_trace import AOT, aot_graphs
 from moe_compile.entry_points import hash_of_packages
@@ -37,13 +37,23 @@ from moe_compile.failed_compilation import forget_unfinished_symbols
 from moe_compile.graph.edit import note_receivers
 from moe_compile.graph.query import is_tangent
 from moe_compile.journal.entries import Dropped
-from moe_compile.plan.state import CompileState
+from moe_compile.ops.host_copies import why_no_copies
+from moe_compile.plan.state import CompileState, Partitioned
 from moe_compile.second_backward import keep_saved_tensors, keeps_host_reads
 from moe_compile.source_hash import hash_of_sources
 from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
 from moe_compile.torch_quirks.inductor_settings import settings_of_ours, switched_off
 from passes.bisected import is_bisecting
-from passes.pipeline import JOINT, PIN, POST_GRAD, POST_GRAD_EARLY, RECORD, Level, run_level
+from passes.pipeline import (
+    JOINT,
+    PARTITIONED,
+    PIN,
+    POST_GRAD,
+    POST_GRAD_EARLY,
+    RECORD,
+    Level,
+    run_level,
+)
 from passes.save_overwritten import mark_overwritten
 
 EARLY: Final = "post_grad_custom_pre_pass"
@@ -55,6 +65,7 @@ HOOKS: Final = {
 
 AHEAD: Final = "force_non_lazy_backward_lowering"
 FUSIONS: Final = "pre_grad_fusion_options"
+PARTITIONER: Final = "custom_partitioner_fn"
 
 EVERY_LEVEL: Final = tuple(itertools.chain.from_iterable(HOOKS.values()))
 """Levels that run on a graph with work for them."""
@@ -179,6 +190,9 @@ def compile_with_inductor(
         passes[EARLY] = LevelPass((), state, _stood_on(EARLY, patches))
     if passes:
         ours.update(_let_into_cache(gm, patches))
+    if JOINT in levels and state.config.offload_budget:
+        before = _stood_on(PARTITIONER, patches)
+        ours[PARTITIONER] = OffloadingPartitioner(state, before)
     settings = {**patches, **ours, **passes}
     with _backward_ahead() if levels else contextlib.nullcontext():
         return _compile_without_failures(gm, example_inputs, state, settings)
@@ -292,9 +306,67 @@ def partition_with_passes(state: CompileState) -> Callable[..., Any]:
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
         run_on_aot_graph(JOINT, joint.graph, state)
-        return min_cut_rematerialization_partition(joint, joint_inputs, **settings)
+        graphs = min_cut_rematerialization_partition(joint, joint_inputs, **settings)
+        run_on_both_graphs(graphs, settings["num_fwd_outputs"], state)
+        return graphs
 
     return partition
+
+
+def run_on_both_graphs(
+    graphs: Sequence[fx.GraphModule], num_results: int, state: CompileState
+) -> bool:
+    """Run the level on the forward and the backward graph of one joint graph, where asked for.
+
+    Returns whether a pass failed. `num_results` outputs of the forward graph are the program's.
+    """
+    if not state.config.offload_budget:
+        return False
+    forward, backward = graphs
+    state.partitioned = Partitioned(backward.graph, num_results)
+    try:
+        failed = run_on_aot_graph(PARTITIONED, forward.graph, state)
+    finally:
+        state.partitioned = None
+    forward.recompile()
+    backward.recompile()
+    return failed
+
+
+class OffloadingPartitioner(CustomPartitionerFn):
+    """Inductor's partitioner, or that of the user, and then our passes on both graphs."""
+
+    def __init__(self, state: CompileState, before: CustomPartitionerFn | None) -> None:
+        """Run `before`, None for torch's own, then the passes with `state`."""
+        self._state, self._before = state, before
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **settings: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return both graphs; raise FailedPass where a pass failed."""
+        partition = self._before or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **settings)
+        if run_on_both_graphs((forward, backward), settings["num_fwd_outputs"], self._state):
+            raise FailedPass(*self._state.dropped)
+        return forward, backward
+
+    def uuid(self) -> Any:
+        """Return the identity of the partitioner in cache keys; None where it has none."""
+        theirs = self._before.uuid() if self._before is not None else "torch's"
+        lacks = why_no_copies(torch.device("cpu"))
+        is_known = theirs is not None and not is_bisecting()
+        return (theirs, lacks, _identity(self._state)) if is_known else None
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """Return itself: Inductor copies its settings, which this is one of."""
+        del memo
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickle as its identity: Inductor pickles its settings for cache keys."""
+        if (identity := self.uuid()) is None:
+            raise TypeError("a partitioner without an identity has no place in a cache key")
+        return str, (repr(identity),)
 
 
 def trace_both(

@@ -38,6 +38,7 @@ off in graphs with regions is in [limits.md](limits.md#compilation).
 """
 OPEN: Final[dict[object, str]] = {
     float: "a number of at least 0",
+    float | int: "a share from 0 to 1, or a whole number of bytes",
     int | str: '"auto" or a whole number of at least 1',
 }
 
