@@ -301,20 +301,26 @@ def _partition_as_written(joint: fx.GraphModule, joint_inputs: Any, **settings: 
     return min_cut_rematerialization_partition(joint, joint_inputs, **settings)
 
 
-def partition_with_passes(state: CompileState) -> Callable[..., Any]:
-    """Return AOTAutograd's partitioner with our passes on the joint graph before it."""
+def partition_with_passes(state: CompileState, *, is_run: bool = True) -> Callable[..., Any]:
+    """Return AOTAutograd's partitioner with our passes on the joint graph before it, and on both
+    graphs behind it; `is_run` as `Partitioned` has it.
+    """
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
         run_on_aot_graph(JOINT, joint.graph, state)
         graphs = min_cut_rematerialization_partition(joint, joint_inputs, **settings)
-        run_on_both_graphs(graphs, settings["num_fwd_outputs"], state)
+        run_on_both_graphs(graphs, settings["num_fwd_outputs"], state, is_run=is_run)
         return graphs
 
     return partition
 
 
 def run_on_both_graphs(
-    graphs: Sequence[fx.GraphModule], num_results: int, state: CompileState
+    graphs: Sequence[fx.GraphModule],
+    num_results: int,
+    state: CompileState,
+    *,
+    is_run: bool = True,
 ) -> bool:
     """Run the level on the forward and the backward graph of one joint graph, where asked for.
 
@@ -323,7 +329,7 @@ def run_on_both_graphs(
     if not state.config.offload_budget:
         return False
     forward, backward = graphs
-    state.partitioned = Partitioned(backward.graph, num_results)
+    state.partitioned = Partitioned(backward.graph, num_results, is_run)
     try:
         failed = run_on_aot_graph(PARTITIONED, forward.graph, state)
     finally:
@@ -393,7 +399,8 @@ def trace_graphs(
     `levels` are those to run, None for the usual ones.
     """
     levels = _levels(state) if levels is None else levels
-    partition = partition_with_passes(state) if JOINT in levels else _partition_as_written
+    has_passes = JOINT in levels
+    partition = partition_with_passes(state, is_run=False) if has_passes else _partition_as_written
     graphs = aot_graphs(gm, example_inputs, partition)
     for graph_module, level in itertools.product(graphs, AFTER_PARTITION):
         if level in levels:

@@ -161,10 +161,11 @@ class MegaMoEConfig:
     all of these except saved activations."""
     offload_budget: float | int = 0
     """How much of the activations that a graph keeps for its backward pass may be copied to pinned
-    host memory, and back before the backward reads them (docs/memory.md#what-takes-less). 0: none.
-    Up to 1: that share of their bytes. Above 1: so many bytes per graph. Only tensors whose copies
-    are predicted to run beside compute, in both directions, are taken; no bit changes. It needs
-    `equal_tokens`, a GPU, and a torch with the operators `ao::offload` and `ao::reload`."""
+    host memory, and back before the backward reads them
+    (docs/memory.md#activations-in-host-memory). 0: none. Up to 1: that share of their bytes. Above
+    1: so many bytes per graph. Only tensors whose copies are predicted to run beside compute, in
+    both directions, are taken; no bit changes. It needs `equal_tokens`, a GPU, and a torch with the
+    operators `ao::offload` and `ao::reload`."""
     hardware: str = "detect"
     """The profile that time estimates use. "detect" asks NVML which GPU this is, and warns if it
     uses the profile of another GPU (docs/cluster.md#profiles). Other values are the name of a
@@ -199,7 +200,7 @@ class MegaMoEConfig:
             check_choice(name, getattr(self, name), choices)
         for name in ("max_memory_increase", "routing_skew", "offload_budget"):
             check_amount(name, getattr(self, name))
-        if isinstance(self.offload_budget, float) and self.offload_budget > 1:
+        if self.offload_budget > 1 and self.offload_budget % 1:
             raise InvalidConfig(
                 f"megamoe.offload_budget is {self.offload_budget!r}; write "
                 f"{AMOUNTS['offload_budget']}"

@@ -54,6 +54,7 @@ from moe_compile.graph.edit import (
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.hardware import HardwareProfile
+from moe_compile.hardware.profile import NO_HOST
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.host_copies import why_no_copies
@@ -117,8 +118,8 @@ class OffloadActivations(GraphPass):
         both = state.partitioned
         if both is None or not state.config.offload_budget:
             return PassReport(pass_name=self.name)
-        pairs = list(_pairs(graph, both))
-        if why := _what_forbids(pairs, state):
+        pairs = _of_one_device(list(_pairs(graph, both)))
+        if why := _what_forbids(pairs, both, state):
             return PassReport(pass_name=self.name, skipped=(why,))
         sizes = NominalSizes(dict(state.nominal_sizes))
         sizes.learn(graph)
@@ -168,22 +169,35 @@ def _pairs(graph: fx.Graph, both: Partitioned) -> Iterator[Pair]:
             yield Pair(node, given, tensor, tuple(views))
 
 
+def _of_one_device(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return those of the first device that is not the host, of the host where there is none."""
+    devices = sorted({pair.value.device for pair in pairs}, key=lambda d: (d.type == "cpu", str(d)))
+    return [pair for pair in pairs if pair.value.device == devices[0]]
+
+
 def _outputs(graph: fx.Graph) -> Sequence[Any]:
     (output,) = graph.find_nodes(op="output")
     values: Sequence[Any] = output.args[0]
     return values
 
 
-def _what_forbids(pairs: Sequence[Pair], state: CompileState) -> Verdict | None:
-    """Return why nothing of the graph is copied, None where something may be."""
+def _what_forbids(pairs: Sequence[Pair], both: Partitioned, state: CompileState) -> Verdict | None:
+    """Return why nothing of the graph is copied, None where something may be.
+
+    In graphs that are not to run, tensors on the host stand for those of the profile's device.
+    """
     if not pairs:
         return _left("graph", Reason.ALREADY_DONE, "the backward pass is given no activation")
+    if not state.config.schedule:
+        return _left("graph", Reason.NOT_ASKED, "schedule is off: nothing would hide a copy")
     if not state.config.equal_tokens:
         return _left("graph", Reason.TOKENS_MAY_DIFFER)
     if state.hardware.host_link is None:
         detail = f"the profile {state.hardware.name} has no table host_link"
         return _left("graph", Reason.NO_HOST_COPIES, detail)
-    detail = why_no_copies(pairs[0].value.device)
+    stands_for_device = not both.is_run and state.hardware.host != NO_HOST
+    device = torch.device("cuda") if stands_for_device else pairs[0].value.device
+    detail = why_no_copies(device)
     return _left("graph", Reason.NO_HOST_COPIES, detail) if detail else None
 
 

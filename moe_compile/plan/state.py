@@ -30,6 +30,8 @@ class Partitioned:
     backward: fx.Graph
     num_results: int
     """Outputs of the forward graph that the program sees; those behind are for the backward."""
+    is_run: bool = True
+    """Whether the graphs are to run; not where they are traced for a price or for a dry run."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -103,7 +103,9 @@ class _Places:
         """Put a copy to the host and its wait; return when it is over, as the next may start."""
         first, end = self._first_place(launch), len(self._others) - 1
         over_us = max(over_us, self._starts[first]) + self._lead * self._problem.copy_us[launch]
-        free = 1 + max(self._last_use.get(one, first) for one in self._liveness.uses[launch])
+        made = {storage for storage, _ in self._liveness.allocates[launch]}
+        source = (one for one in self._liveness.uses[launch] if one not in made)
+        free = 1 + max((self._last_use[one] for one in source), default=first)
         self._launched[first].append(launch)
         place = bisect_left(self._starts, over_us, min(free, end), end)
         self._awaited[place].append(self._waits[launch])

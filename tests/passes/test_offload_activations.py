@@ -83,7 +83,9 @@ def tokens(seed=0):
 def taken_back(module, out, x, retain_graph=False):
     """Return the gradients of one backward pass, and forget them."""
     inputs = [x, *module.parameters()]
-    return torch.autograd.grad(out.square().sum(), inputs, retain_graph=retain_graph)
+    result = out.square().sum()
+    found = torch.autograd.grad(result, inputs, retain_graph=retain_graph, allow_unused=True)
+    return [gradient for gradient in found if gradient is not None]
 
 
 def alike(ours, theirs):
@@ -100,7 +102,7 @@ def kept_on_device(out, copies):
 # --- values and bytes -------------------------------------------------------------------------
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(names=st.lists(st.sampled_from([*STEPS]), min_size=2, max_size=7), budget=st.floats(0.1, 1))
 def test_any_program_has_the_same_bits_and_holds_as_much_less_as_planned(names, budget):
     with copies_on_cpu() as copies:
@@ -181,9 +183,14 @@ def traced(module, x, **options):
     return [g.graph for g in trace_graphs(gm, inputs, compile_state, EVERY_LEVEL)], compilation
 
 
+def report_of(compilation):
+    records = compilation.journal.records
+    (report,) = (r for _, r in records if r.pass_name == "offload_activations")
+    return report
+
+
 def verdicts(compilation):
-    (report,) = (r for _, r in compilation.journal.records if r.pass_name == "offload_activations")
-    return report.skipped
+    return report_of(compilation).skipped
 
 
 def peak(graph):
@@ -229,7 +236,8 @@ def test_what_breaks_a_copy_in_flight_is_told(copies):
     reader = next(iter(wait.users))
     VerifySchedule().run(backward, state())
     reader.replace_input_with(wait, launch)
-    with pytest.raises(ContractViolation, match=r"read by|before the wait"):
+    reader.append(wait)
+    with pytest.raises(ContractViolation, match="before the wait"):
         VerifySchedule().run(backward, state())
 
 
@@ -242,9 +250,9 @@ def reasons(compilation):
 
 def test_what_is_not_copied_has_a_reason(copies):
     def program(x, w):
-        small = torch.sin(x[:16])
-        kept = torch.sin(x @ w)  # returned as well
-        return kept, torch.sin(small).sum() + torch.sin(kept).sum()
+        small = torch.tanh(x[:16] @ w)
+        kept = torch.tanh(x @ w)  # returned as well
+        return kept, small.square().sum() + kept.square().sum()
 
     w = torch.randn(WIDTH, WIDTH, requires_grad=True)
     gm, *_ = dynamo_graphs(program, tokens(), w)
@@ -262,7 +270,9 @@ def test_a_link_without_time_and_a_budget_that_is_used_up_are_told(copies, tmp_p
     link = dataclasses.replace(profile.host_link, gb_per_s=1e-3)
     path.write_text(dataclasses.replace(profile, host_link=link).as_toml())
     _, compilation = traced(Steps(DEEP), tokens(), offload_budget=1.0, hardware=str(path))
-    assert {reason for reason, _ in reasons(compilation)} == {Reason.BY_PRICE}
+    found = {reason for reason, _ in reasons(compilation)}
+    assert found == {Reason.BY_PRICE, Reason.MEMORY_STAYS}  # statistics of the norm are small
+    assert not report_of(compilation).applied
     _, compilation = traced(Steps(DEEP), tokens(), offload_budget=MIB)
     assert (Reason.NOT_ASKED, "offload_budget is used up") in reasons(compilation)
 
@@ -281,6 +291,7 @@ def test_rows_that_only_a_run_knows_stay(copies):
     ("options", "reason"),
     [
         ({"equal_tokens": False}, Reason.TOKENS_MAY_DIFFER),
+        ({"schedule": False}, Reason.NOT_ASKED),
         ({}, Reason.NO_HOST_COPIES),
     ],
 )
@@ -289,6 +300,12 @@ def test_where_nothing_can_be_copied_the_graph_says_why(options, reason):
     (forward, backward), compilation = traced(Steps(DEEP), tokens(), offload_budget=0.5, **options)
     assert [v.reason for v in verdicts(compilation)] == [reason]
     assert not any(overload_name(n).startswith("ao::") for n in (*forward.nodes, *backward.nodes))
+
+
+def test_graphs_that_are_only_traced_show_what_a_gpu_would_do():
+    """As a dry run on a CPU asks for it, by the profile of a GPU."""
+    _, compilation = traced(Steps(DEEP), tokens(), offload_budget=0.5, hardware="h100")
+    assert {reason for reason, _ in reasons(compilation)} >= {Reason.BY_PRICE}
 
 
 def test_a_torch_without_the_operators_and_a_profile_without_the_link_are_told(
