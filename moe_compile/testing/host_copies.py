@@ -66,7 +66,7 @@ class Copies:
     ) -> torch.Tensor:
         """Stand for `ao::wait_tensor`: the copy is made here."""
         source = self.in_flight.pop(tensor.data_ptr())()
-        if source is None:
+        if source is None or not source.untyped_storage().nbytes():
             raise AssertionError("nothing kept the source of a copy alive until its wait")
         tensor.copy_(source)
         if keepalive is not None:

@@ -193,20 +193,24 @@ def verdicts(compilation):
     return report_of(compilation).skipped
 
 
-def peak(graph):
-    nodes, sizes = list(graph.nodes), NominalSizes({})
-    return Liveness.of(nodes, sizes).peak_bytes(range(len(nodes)))
+def live_bytes(graph):
+    """Return the live bytes during each node; the last are those that the backward finds."""
+    nodes = list(graph.nodes)
+    liveness = Liveness.of(nodes, NominalSizes({}))
+    return [during for during, _ in liveness.live_bytes(range(len(nodes)))]
 
 
-def test_the_peak_of_the_forward_graph_falls_by_the_bytes_whose_copies_are_over(copies):
-    (plain, _), _ = traced(Steps(DEEP), tokens())
-    (forward, _), compilation = traced(Steps(DEEP), tokens(), offload_budget=1.0)
+PLAIN = tuple(name for name in DEEP if name != "norm")
+"""Without an operator of several results, whose bytes the count divides among them."""
+
+
+def test_the_forward_graph_leaves_as_much_less_as_planned_and_its_peak_falls(copies):
+    (plain, _), _ = traced(Steps(PLAIN), tokens())
+    (forward, _), compilation = traced(Steps(PLAIN), tokens(), offload_budget=1.0)
+    before, now = live_bytes(plain), live_bytes(forward)
     copied = offloaded_bytes(forward, NominalSizes({}))
-    waits = [n for n in forward.nodes if is_copy_wait(n)]
-    at_end = [n for n in waits if n.next.op == "output" or is_copy_wait(n.next)]
-    freed = copied - sum(tensor_of(n).nbytes for n in at_end)
-    assert copied >= 5 * MIB and freed > 0
-    assert peak(plain) - peak(forward) == pytest.approx(freed, rel=0.05, abs=MIB)
+    assert before[-1] - now[-1] == pytest.approx(copied, rel=0.05)
+    assert max(before) - max(now) > 0.5 * copied >= 2.5 * MIB
     reports = {(g, r.pass_name): r for g, r in compilation.journal.records}
     assert reports["forward", "offload_activations"].measures["offloaded_bytes"] == copied
     for graph in ("forward", "backward"):
