@@ -349,5 +349,5 @@ def _reload(pair: Pair) -> None:
 
 def _on(device: torch.device, value: torch.Tensor) -> torch.Tensor:
     """Return the fake value of a tensor like `value` on `device`."""
-    with value.fake_mode:  # type: ignore[attr-defined]
+    with value.fake_mode:
         return torch.empty(value.shape, dtype=value.dtype, device=device)

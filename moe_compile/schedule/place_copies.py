@@ -53,8 +53,12 @@ class _Places:
         self, problem: ScheduleProblem, liveness: Liveness, order: Sequence[int], lead: float
     ) -> None:
         self._problem, self._liveness, self._lead = problem, liveness, lead
-        awaits = problem.awaits.items()
-        self._waits = {launch: wait for wait, launch in awaits if launch in problem.copy_us}
+        self._waits = {
+            launch: wait
+            for wait, launch in problem.awaits.items()
+            if launch is not None and launch in problem.copy_us
+        }
+        """Copy -> the wait for it."""
         copies = {*self._waits, *self._waits.values()}
         self._others = [node for node in order if node not in copies]
         self._place = {node: i for i, node in enumerate(self._others)}
