@@ -2,8 +2,8 @@
 
 Contract
     Without a MoE region, or attention between exchanges, the graph goes to Inductor as it came:
-    same code, same cache keys. Only `gradient_wire` concerns such graphs too, which then record
-    their launches, as those with regions do.
+    same code, same cache keys. Only `gradient_wire` and `offload_budget` concern such graphs too,
+    which then record their launches, as those with regions do.
     A callable with collectives first runs once all ranks may: see `moe_compile.runtime.agreement`.
     A graph with an all-to-all and no region is warned of, with the reason, once per place.
     torch's configuration is changed only inside our own compilations, with two exceptions: at

@@ -18,7 +18,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 import torch._functorch.config as functorch_config
@@ -36,14 +36,24 @@ from moe_compile.failed_compilation import forget_unfinished_symbols
 from moe_compile.graph.edit import note_receivers
 from moe_compile.graph.query import is_tangent
 from moe_compile.journal.entries import Dropped
-from moe_compile.plan.state import CompileState
+from moe_compile.ops.host_copies import why_no_copies
+from moe_compile.plan.state import CompileState, Partitioned
 from moe_compile.recompute.partition import partitioned
 from moe_compile.second_backward import keep_saved_tensors, keeps_host_reads
 from moe_compile.source_hash import hash_of_sources
 from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
 from moe_compile.torch_quirks.inductor_settings import settings_of_ours, switched_off
 from passes.bisected import is_bisecting
-from passes.pipeline import JOINT, PIN, POST_GRAD, POST_GRAD_EARLY, RECORD, Level, run_level
+from passes.pipeline import (
+    JOINT,
+    PARTITIONED,
+    PIN,
+    POST_GRAD,
+    POST_GRAD_EARLY,
+    RECORD,
+    Level,
+    run_level,
+)
 from passes.save_overwritten import mark_overwritten
 
 EARLY: Final = "post_grad_custom_pre_pass"
@@ -210,6 +220,9 @@ def compile_with_inductor(
     if JOINT in levels and state.config.recompute == "price":
         _check_partitioner(patches)
         ours[PARTITIONER] = PartitionByPrice(state)
+    if JOINT in levels and state.config.offload_budget:
+        before = ours.get(PARTITIONER) or _stood_on(PARTITIONER, patches)
+        ours[PARTITIONER] = OffloadingPartitioner(state, before)
     settings = {**patches, **ours, **passes}
     with _backward_ahead() if levels else contextlib.nullcontext():
         return _compile_without_failures(gm, example_inputs, state, settings)
@@ -331,14 +344,78 @@ def _partition_as_written(joint: fx.GraphModule, joint_inputs: Any, **settings: 
     return min_cut_rematerialization_partition(joint, joint_inputs, **settings)
 
 
-def partition_with_passes(state: CompileState) -> Callable[..., Any]:
-    """Return AOTAutograd's partitioner with our passes on the joint graph before it."""
+def partition_with_passes(state: CompileState, *, is_run: bool = True) -> Callable[..., Any]:
+    """Return AOTAutograd's partitioner with our passes on the joint graph before it, and on both
+    graphs behind it; `is_run` as `Partitioned` has it.
+    """
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
         run_on_aot_graph(JOINT, joint.graph, state)
-        return partitioned(joint, joint_inputs, state, **settings)
+        graphs = partitioned(joint, joint_inputs, state, **settings)
+        run_on_both_graphs(graphs, settings["num_fwd_outputs"], state, is_run=is_run)
+        return graphs
 
     return partition
+
+
+def run_on_both_graphs(
+    graphs: Sequence[fx.GraphModule],
+    num_results: int,
+    state: CompileState,
+    *,
+    is_run: bool = True,
+) -> bool:
+    """Run the level on the forward and the backward graph of one joint graph, where asked for.
+
+    Returns whether a pass failed. `num_results` outputs of the forward graph are the program's.
+    """
+    if not state.config.offload_budget:
+        return False
+    forward, backward = graphs
+    state.partitioned = Partitioned(backward.graph, num_results, is_run)
+    try:
+        failed = run_on_aot_graph(PARTITIONED, forward.graph, state)
+    finally:
+        state.partitioned = None
+    forward.recompile()
+    backward.recompile()
+    return failed
+
+
+class OffloadingPartitioner(_Partitioner):
+    """Inductor's partitioner, or that of the user, and then our passes on both graphs."""
+
+    def __init__(self, state: CompileState, before: Any) -> None:
+        """Run `before`, None for torch's own, then the passes with `state`."""
+        self._state, self._before = state, before
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **settings: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return both graphs; raise FailedPass where a pass failed."""
+        partition = self._before or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **settings)
+        if run_on_both_graphs((forward, backward), settings["num_fwd_outputs"], self._state):
+            raise FailedPass(*self._state.dropped)
+        return forward, backward
+
+    def uuid(self) -> Any:
+        """Return the identity of the partitioner in cache keys; None where it has none."""
+        theirs = self._before.uuid() if self._before is not None else "torch's"
+        lacks = why_no_copies(torch.device("cpu"))
+        is_known = theirs is not None and not is_bisecting()
+        return (theirs, lacks, _identity(self._state)) if is_known else None
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """Return itself: Inductor copies its settings, which this is one of."""
+        del memo
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickle as its identity: Inductor pickles its settings for cache keys."""
+        if (identity := self.uuid()) is None:
+            raise TypeError("a partitioner without an identity has no place in a cache key")
+        return str, (repr(identity),)
 
 
 def trace_both(
@@ -365,7 +442,8 @@ def trace_graphs(
     `levels` are those to run, None for the usual ones.
     """
     levels = _levels(state) if levels is None else levels
-    partition = partition_with_passes(state) if JOINT in levels else _partition_as_written
+    has_passes = JOINT in levels
+    partition = partition_with_passes(state, is_run=False) if has_passes else _partition_as_written
     graphs = aot_graphs(gm, example_inputs, partition)
     for graph_module, level in itertools.product(graphs, AFTER_PARTITION):
         if level in levels:

@@ -175,6 +175,13 @@ class MegaMoEConfig:
     """Peak memory of a whole training step in bytes (parameters, gradients, optimizer, saved
     activations, NCCL's buffers); 0 if it is not known. The torchtitan recipe sets it to the sum of
     all of these except saved activations."""
+    offload_budget: float | int = 0
+    """How much of the activations that a graph keeps for its backward pass may be copied to pinned
+    host memory, and back before the backward reads them
+    (docs/memory.md#activations-in-host-memory). 0: none. Up to 1: that share of their bytes. Above
+    1: so many bytes per graph. Only tensors whose copies are predicted to run beside compute, in
+    both directions, are taken; no bit changes. It needs `equal_tokens`, a GPU, and a torch with the
+    operators `ao::offload` and `ao::reload`."""
     hardware: str = "detect"
     """The profile that time estimates use. "detect" asks NVML which GPU this is, and warns if it
     uses the profile of another GPU (docs/cluster.md#profiles). Other values are the name of a
@@ -208,9 +215,14 @@ class MegaMoEConfig:
         check_chunk_by(self.chunk_by, self.hop_slices, self.chunk_edges)
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        for name in ("max_memory_increase", "routing_skew"):
+        for name in ("max_memory_increase", "routing_skew", "offload_budget"):
             check_amount(name, getattr(self, name))
         check_budget(self.activation_budget, self.recompute)
+        if self.offload_budget > 1 and self.offload_budget % 1:
+            raise InvalidConfig(
+                f"megamoe.offload_budget is {self.offload_budget!r}; write "
+                f"{AMOUNTS['offload_budget']}"
+            )
         for name, hint in HINTS.items():
             if hint in KINDS and not _is_of_kind(name, value := getattr(self, name)):
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what_to_write(name)}")
@@ -326,11 +338,12 @@ def _parse(variable: str, name: str, text: str) -> Any:
     if isinstance(default, tuple):
         return tuple(part.strip() for part in text.split(",") if part.strip())
     whole = re.fullmatch(r"-?[0-9]+", text)
-    if int in (HINTS[name], *get_args(HINTS[name])) and not isinstance(default, float):
+    kinds = (HINTS[name], *get_args(HINTS[name]))
+    if int in kinds and (float not in kinds or whole):
         return int(text) if whole else text
-    if isinstance(default, float):
+    if float in kinds:
         try:
-            return int(text) if whole and int in get_args(HINTS[name]) else float(text)
+            return float(text)
         except ValueError:
             raise InvalidConfig(f"{variable} is {text!r}; write a number") from None
     return text
@@ -346,6 +359,7 @@ def _check_table_only(name: str, value: object) -> None:
 
 AMOUNTS: Final = {
     "max_memory_increase": "a fraction of at least 0, as 0.05",
+    "offload_budget": "a share from 0 to 1, as 0.5, or a whole number of bytes, as 2000000000",
     "routing_skew": "0 for experts that are chosen evenly, else a number above it, as 0.5",
 }
 """What to write of each amount."""

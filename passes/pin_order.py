@@ -21,7 +21,7 @@ import torch.fx as fx
 from torch.utils._ordered_set import OrderedSet
 
 from moe_compile.graph.inner_graphs import is_flex_attention
-from moe_compile.graph.query import is_launch, is_wait, overload_name
+from moe_compile.graph.query import ends_transfer, overload_name, starts_transfer
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
@@ -85,7 +85,7 @@ def _held(graph: fx.Graph) -> dict[fx.Node, Any]:
     follows: set[fx.Node] = set()
     """Nodes that depend on the last launch or wait."""
     for node in graph.nodes:
-        if is_launch(node) or is_wait(node):
+        if starts_transfer(node) or ends_transfer(node):
             known = {None, *node.all_input_nodes}
             behind = [earlier for earlier in (exchange, *work) if earlier not in known]
             if behind:

@@ -45,6 +45,7 @@ from passes.lower_row_ops import LowerRowOps
 from passes.measure_waits import MeasureWaits
 from passes.merge_host_reads import MergeHostReads
 from passes.normalize_exchanges import NormalizeExchanges
+from passes.offload_activations import OffloadActivations
 from passes.outside import load_rewrites
 from passes.pin_order import PinOrder
 from passes.plan_regions import PlanRegions
@@ -111,6 +112,9 @@ JOINT: Final = Level(
 )
 """Passes on the joint graph, before it is partitioned."""
 
+PARTITIONED: Final = Level((OffloadActivations(),), frozenset({Fact.FUNCTIONAL}))
+"""Passes on the forward graph as it is partitioned, which change the backward graph with it."""
+
 POST_GRAD_EARLY: Final = Level(
     (FoldRowMoves(), LowerRowOps(), CompressGradients(), ZeroEmptyGroups()),
     frozenset({Fact.FUNCTIONAL}),
@@ -136,7 +140,7 @@ PIN: Final = Level(
 )
 """Passes on the same graphs last, where Inductor generates their code."""
 
-LEVELS: Final = (DYNAMO, JOINT, POST_GRAD_EARLY, POST_GRAD, RECORD, PIN)
+LEVELS: Final = (DYNAMO, JOINT, PARTITIONED, POST_GRAD_EARLY, POST_GRAD, RECORD, PIN)
 NAMES: Final = tuple(p.name for level in LEVELS for p in level.passes)
 
 

@@ -1,4 +1,4 @@
-"""Reorder a post-grad graph so that exchanges run under compute that does not need them.
+"""Reorder a post-grad graph so that exchanges and copies run under compute that needs neither.
 
 Contract
     Requires  FUNCTIONAL.
@@ -13,13 +13,14 @@ Pseudo-code
     costs = estimates at nominal sizes
     order of launches = by level of dependence
     order of nodes = the fastest list schedule that memory allows
+    copies to the host and back = placed in that order (`schedule/place_copies.py`)
     move the nodes
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 import torch.fx as fx
@@ -28,7 +29,7 @@ from moe_compile.cost.cost_model import Cost, estimate_costs, us_by_bound
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.edit import reorder
 from moe_compile.graph.launch_order import record_launch_order
-from moe_compile.graph.query import is_launch, overload_name
+from moe_compile.graph.query import is_launch, overload_name, starts_transfer
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
@@ -54,7 +55,7 @@ class ScheduleExchanges(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Choose the order, move the nodes, report each exchange."""
         launches = [node for node in graph.nodes if is_launch(node)]
-        if not state.config.schedule or not launches:
+        if not state.config.schedule or not any(map(starts_transfer, graph.nodes)):
             return PassReport(pass_name=self.name)
         if any(overload_name(node).startswith("streams::") for node in graph.nodes):
             skipped = tuple(_skipped(n, Reason.USER_STREAMS) for n in launches)
@@ -88,7 +89,11 @@ class ScheduleExchanges(GraphPass):
             pass_name=self.name,
             applied=applied,
             skipped=skipped,
-            measures={**_measures(problem, choice), **_bounds(costs)},
+            measures={
+                **_measures(problem, choice),
+                **_bounds(costs),
+                **_of_copies(problem, choice.chosen.order),
+            },
         )
 
 
@@ -152,6 +157,16 @@ def _overlapped(problem: ScheduleProblem, order: Sequence[int]) -> dict[int, fro
 def _bounds(costs: Mapping[fx.Node, Cost]) -> dict[str, float]:
     """Return the compute stream's time by bound."""
     return {f"{bound.value}_bound_us": us for bound, us in us_by_bound(costs.values()).items()}
+
+
+def _of_copies(problem: ScheduleProblem, order: Sequence[int]) -> dict[str, float]:
+    """Return the time of copies to the host or back, and by how much they lengthen the step."""
+    if not problem.copy_us:
+        return {}
+    free = replace(problem, copy_us=dict.fromkeys(problem.copy_us, 0.0))
+    found = simulate(problem, order)
+    exposed_us = max(0.0, found.step_us - simulate(free, order).step_us)
+    return {"copy_us": found.copy_us, "copy_exposed_us": exposed_us}
 
 
 def _measures(problem: ScheduleProblem, choice: ChosenOrder) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 Contract
     Keeps     the graph: nothing is edited, a violation raises ContractViolation.
-    Each collective has a wait for each tensor it produces, the first of several counts, unless it
-    is returned unawaited or nothing reads its data: of a collective recomputed in vain
+    Each collective or copy has a wait for each tensor it produces, the first of several counts,
+    unless it is returned unawaited or nothing reads its data: of a collective recomputed in vain
     AOTAutograd removes the wait and leaves the launch. Between launch and wait nothing reads or
     writes what it receives nor writes what it sends, through views too; collectives stand in the
     planned order if one was planned.
@@ -24,7 +24,7 @@ from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.launch_order import LAUNCH_RANK
 from moe_compile.graph.precedence import awaited, is_view
-from moe_compile.graph.query import is_launch, is_wait
+from moe_compile.graph.query import ends_transfer, is_launch, starts_transfer
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import GraphPass
@@ -43,8 +43,8 @@ class VerifySchedule(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:  # noqa: ARG002
         """Raise ContractViolation naming the node that breaks a rule."""
         launches = [node for node in graph.nodes if is_launch(node)]
-        for launch in launches:
-            _check_waits(launch)
+        for transfer in filter(starts_transfer, graph.nodes):
+            _check_waits(transfer)
         _check_order(launches)
         flights = _Flights(AliasClasses(graph.nodes))
         for node in graph.nodes:
@@ -61,7 +61,7 @@ def _check_waits(launch: fx.Node) -> None:
     results = [u for u in launch.users if u.target is operator.getitem] or [launch]
     for result in results:
         readers = _through_views(result)
-        is_awaited = any(is_wait(reader) or reader.op == "output" for reader in readers)
+        is_awaited = any(ends_transfer(reader) or reader.op == "output" for reader in readers)
         if readers and not is_awaited:
             raise _violation(launch, f"never waited for, and read by {readers}")
 
@@ -71,7 +71,8 @@ def _through_views(result: fx.Node) -> list[fx.Node]:
     readers: list[fx.Node] = []
     for user in result.users:
         if not is_size_query(user):
-            readers.extend(_through_views(user) if is_view(user) else [user])
+            is_looked_through = is_view(user) and not ends_transfer(user)
+            readers.extend(_through_views(user) if is_looked_through else [user])
     return readers
 
 
@@ -93,11 +94,11 @@ class _Flights:
 
     def visit(self, node: fx.Node) -> None:
         """Check the storages that one node touches, then start or end its flight."""
-        if is_wait(node):
+        if ends_transfer(node):
             self._land(node)
         elif not _reads_no_data(node):
             self._check(node)
-        if is_launch(node):
+        if starts_transfer(node):
             for memory in self.classes.of(node):
                 self.receiving[memory] = node
             for memory in self._sent(node):

@@ -22,6 +22,11 @@ def test_a_number_of_chunks_may_come_from_the_environment(name):
         assert getattr(config, name) == value
 
 
+@pytest.mark.parametrize(("text", "value"), [("0.5", 0.5), ("2000000", 2000000), ("2e9", 2e9)])
+def test_a_share_or_a_number_of_bytes_may_come_from_the_environment(text, value):
+    assert from_sources(environment={"MEGAMOE_OFFLOAD_BUDGET": text}).offload_budget == value
+
+
 def test_prefixed_options_are_ours_and_the_rest_go_to_inductor():
     ours, inductor = split_options({"megamoe.chunks": 2, "max_autotune": True})
     assert (ours, inductor) == ({"chunks": 2}, {"max_autotune": True})
@@ -58,6 +63,8 @@ def test_a_budget_of_the_environment_is_a_share_or_bytes(text, budget):
         ({"routing_skew": -0.5}, "megamoe.routing_skew is -0.5; write 0 for experts that are"),
         ({"routing_skew": float("nan")}, "routing_skew is nan; write 0 for"),
         ({"routing_skew": True}, "routing_skew is True; write 0 for"),
+        ({"offload_budget": -1}, "megamoe.offload_budget is -1; write a share from 0 to 1, as 0.5"),
+        ({"offload_budget": 1.5}, "or a whole number of bytes, as 2000000000"),
         ({"chunk_edges": "loads"}, "write one of even, load, auto. Did you mean 'load'?"),
         ({"step_peak_bytes": -5}, "write a whole number of at least 0"),
         ({"node_ranks": 2.0}, "megamoe.node_ranks is 2.0; write a whole number of at least 0"),
@@ -86,6 +93,7 @@ def test_a_wrong_option_says_what_to_write_instead(options, message):
         ("MEGAMOE_CHUNKS", "two", "megamoe.chunks is 'two'"),
         ("MEGAMOE_CHUNKS", "\u00b2", "megamoe.chunks is"),
         ("MEGAMOE_MAX_MEMORY_INCREASE", "much", "write a number"),
+        ("MEGAMOE_OFFLOAD_BUDGET", "half", "MEGAMOE_OFFLOAD_BUDGET is 'half'; write a number"),
         ("MEGAMOE_ROUTING_SKEW", "-1", "megamoe.routing_skew is -1.0; write 0 for"),
     ],
 )

@@ -19,6 +19,8 @@ class Kind(enum.Enum):
     EXTERN = "operator of torch or of ours"
     LAUNCH = "collective, launched"
     WAIT = "wait"
+    COPY = "copy to host memory or back, launched"
+    COPY_WAIT = "wait for a copy"
     TO_HOST = "blocking copy to the host"
     ITEM = "integer of a tensor, by itself"
     INTEGERS = "integers of a tensor, by one call"

@@ -1,4 +1,4 @@
-"""What generated code does to the buffers of a collective between its launch and its wait.
+"""What generated code does to the buffers of a collective or a copy between launch and wait.
 
 Contract
     A buffer that is received into may not be read, written, given up or returned until it was
@@ -17,13 +17,13 @@ def faults(wrapper: Wrapper) -> Iterator[str]:
     in_flight: dict[str, Call] = {}
     """Storage received into -> its launch."""
     for call in wrapper.calls:
-        if call.kind is Kind.WAIT:
+        if call.kind in (Kind.WAIT, Kind.COPY_WAIT):
             for tensor in call.reads:
                 in_flight.pop(tensor.storage, None)
             continue
         for received, launch in in_flight.items():
             yield from _touched(call, received, launch)
-        if call.kind is Kind.LAUNCH:
+        if call.kind in (Kind.LAUNCH, Kind.COPY):
             in_flight.update((t.storage, call) for t in call.writes)
     for received, launch in in_flight.items():
         yield f"line {launch.line}: {received} is never waited for"

@@ -22,9 +22,14 @@ ITEMSIZE: Final = {
 }  # fmt: skip
 INTEGERS: Final = "megamoe.integers"
 """Ours; or `.tolist()`, which is written for it."""
-WAITS: Final = (
-    "_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors", "megamoe.measured_wait",
-)  # fmt: skip
+WAITS: Final = {
+    "_c10d_functional.wait_tensor": Kind.WAIT,
+    "_c10d_functional.wait_tensors": Kind.WAIT,
+    "megamoe.measured_wait": Kind.WAIT,
+    "ao.wait_tensor": Kind.COPY_WAIT,
+}
+COPIES: Final = ("ao.offload", "ao.reload")
+STARTS: Final = ("_c10d_functional.", *COPIES)
 SILENT: Final = {
     "assert_alignment", "copy_if_misaligned", "get_raw_stream",
     "torch.cuda._DeviceGuard", "torch.cuda.set_device", "args.clear", "RuntimeError",
@@ -173,10 +178,11 @@ class _Reader:
             reads, writes = [self._tensor(call.args[0])], [self._tensor(of)]
             self._say(call, Kind.TO_HOST, "copy_", reads=reads, writes=writes)
         elif short in WAITS:
-            self._say(call, Kind.WAIT, short, reads=list(map(self._tensor, _members(call.args[0]))))
+            kind, awaited = WAITS[short], list(map(self._tensor, _members(call.args[0])))
+            self._say(call, kind, short, reads=awaited)
             if target is not None:
                 self._tensors[target] = self._tensor(call.args[0])
-        elif short.startswith("_c10d_functional."):
+        elif short.startswith(STARTS):
             self._launch(call, short, target)
         else:
             self._operator(call, short, target)
@@ -208,7 +214,8 @@ class _Reader:
             made = reads[-1]  # in place
         if target is not None:
             self._tensors[target] = made
-        self._say(call, Kind.LAUNCH, name, reads=reads, writes=[made], splits=splits, group=group)
+        kind = Kind.COPY if name in COPIES else Kind.LAUNCH
+        self._say(call, kind, name, reads=reads, writes=[made], splits=splits, group=group)
 
     def _operator(self, call: ast.Call, name: str, target: str | None) -> None:
         name = _operator_name(call, name)

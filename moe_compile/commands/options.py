@@ -12,15 +12,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from moe_compile import config
-from moe_compile.config import (
-    BUDGET,
-    CHOICES,
-    HINTS,
-    KINDS,
-    TABLE_ONLY,
-    MegaMoEConfig,
-    what_to_write,
-)
+from moe_compile.config import CHOICES, HINTS, KINDS, TABLE_ONLY, MegaMoEConfig, what_to_write
 from torchtitan_integration.job_config import RECIPE_DEFAULTS
 
 HEAD: Final = """\
@@ -46,7 +38,7 @@ off in graphs with regions is in [limits.md](limits.md#compilation).
 """
 OPEN: Final[dict[object, str]] = {
     float: "a number of at least 0",
-    int | float: BUDGET,
+    int | float: "a share of at most 1, as 0.5, or whole bytes per graph, as 2_000_000_000",
     int | str: '"auto" or a whole number of at least 1',
 }
 

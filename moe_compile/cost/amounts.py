@@ -38,6 +38,7 @@ from moe_compile.graph.query import (
     group_name,
     is_all_gather,
     is_all_to_all,
+    is_copy,
     is_integer,
     is_launch,
     is_reduce_scatter,
@@ -110,6 +111,8 @@ class Amounts:
     """Number of kernels once Inductor has fused operators."""
     link_bytes: float = 0.0
     """Bytes that leave a rank in a collective."""
+    host_bytes: float = 0.0
+    """Bytes of a copy to host memory, or back."""
 
     @property
     def nbytes(self) -> float:
@@ -126,6 +129,8 @@ def amounts_of(node: fx.Node, sizes: NominalSizes, *, writes_joined: bool = Fals
         return Amounts()
     if is_launch(node):
         return Amounts(num_kernels=1, link_bytes=leaving_bytes(node, sizes))
+    if is_copy(node):
+        return Amounts(host_bytes=float(sizes.nbytes(value_of(node))))
     if (module := called_module(node)) is not None:
         nodes = module.graph.nodes
         inner = [amounts_of(n, sizes, writes_joined=writes_joined) for n in nodes]

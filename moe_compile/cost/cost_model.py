@@ -5,7 +5,8 @@ Contract
     in the planner; nothing is measured. Compute is max(operations / matmul rate, bytes / memory
     rate) plus a fixed cost per kernel. A collective is latency plus bytes / link rate, over a
     node's link and the network at once: nodes as they were registered, or else of the profile's
-    size. A wait is free. Host time is stated beside.
+    size. A copy to the host or back takes the link to the host and no compute. A wait is free. Host
+    time is stated beside.
 
 Host time of a node, and whether the host waits for the device there, are read off the graph: an
 integer costs where code takes it out of a tensor that was read, by itself or by one call for all.
@@ -25,7 +26,15 @@ from moe_compile.cost.amounts import Amounts, amounts_of, called_module, ranks_o
 from moe_compile.cost.rates import Bound, Rates
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.precedence import integers_taken, is_view
-from moe_compile.graph.query import group_name, is_all_to_all, is_launch, is_wait, tensor_of
+from moe_compile.graph.query import (
+    group_name,
+    is_all_to_all,
+    is_copy,
+    is_copy_wait,
+    is_launch,
+    is_wait,
+    tensor_of,
+)
 from moe_compile.hardware import HardwareProfile
 from moe_compile.hardware.profile import NO_HOST, HostCosts
 from moe_compile.runtime.node_groups import ranks_of_a_node
@@ -47,6 +56,8 @@ class Cost:
     """Time of the host for the node."""
     waits_for_device: bool = False
     """Whether the host waits there for all work queued before."""
+    copy_us: float = 0.0
+    """Time of the link to the host."""
 
 
 def estimate_costs(
@@ -105,6 +116,8 @@ class _Estimator:
         found = self.amounts[node]
         if is_launch(node):
             return self._launch(node, found.link_bytes)
+        if is_copy(node):
+            return self._copy(found.host_bytes)
         amounts = found.operations, found.nbytes, found.num_kernels, found.product
         return Cost(
             self.rates.compute_us(*amounts),
@@ -124,6 +137,11 @@ class _Estimator:
             rates.overlap_slowdown,
             host_us=launch_us(node, num_ranks, self.hardware.host),
         )
+
+    def _copy(self, nbytes: float) -> Cost:
+        link = self.hardware.host_link
+        us = link.copy_us(nbytes) if link is not None else 0.0
+        return Cost(host_us=self.hardware.host.launch_us, copy_us=us)
 
 
 def host_us(node: fx.Node, num_kernels: float, host: HostCosts) -> float:
@@ -174,6 +192,8 @@ def _readers(tensor: fx.Node) -> Iterator[fx.Node]:
 def _copies_to_host(node: fx.Node) -> bool:
     made = tensor_of(node)
     if node.op != "call_function" or is_wait(node) or made is None or made.device.type != "cpu":
+        return False
+    if is_copy(node) or is_copy_wait(node):
         return False
     inputs = [t for a in node.all_input_nodes if (t := tensor_of(a)) is not None]
     return any(t.device.type != "cpu" for t in inputs)

@@ -164,6 +164,12 @@ def read_instead(reader: fx.Node, node: fx.Node, value: fx.Node) -> None:
     reader.replace_input_with(node, value)
 
 
+def change_value(node: fx.Node, value: torch.Tensor) -> None:
+    """Note that an input of a graph of AOTAutograd is another tensor, for later passes."""
+    node.meta = {**node.meta, "val": value}  # the partitioner shares it among graphs
+    node.meta.pop("tensor_meta", None)
+
+
 def call_otherwise(node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Have `node` call `target`, a function that makes the same kind of value."""
     node.op, node.target, node.args, node.kwargs = "call_function", target, args, kwargs

@@ -71,7 +71,7 @@ OWN_NAMESPACES: Final = frozenset(
     {
         "aten", "prims", "inductor_prims", "rngprims", "_c10d_functional", "c10d_functional",
         "_c10d_functional_autograd", "c10d", "symm_mem", "_dtensor", "fsdp", "inductor", "streams",
-        "quantized", "quantized_decomposed", "mkldnn", "mkl", "profiler", "megamoe",
+        "quantized", "quantized_decomposed", "mkldnn", "mkl", "profiler", "ao", "megamoe",
     }
 )  # fmt: skip
 """Namespaces of the operators of torch and of ours."""

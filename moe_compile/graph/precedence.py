@@ -46,9 +46,12 @@ from moe_compile.graph.effects import (
 )
 from moe_compile.graph.query import (
     expression_of,
+    is_copy,
+    is_copy_wait,
     is_launch,
     is_wait,
     overload_name,
+    starts_transfer,
     tensor_of,
     value_of,
 )
@@ -65,9 +68,11 @@ NUMBERS: Final = (torch.SymInt, torch.SymBool, torch.SymFloat, bool, int, float)
 
 
 def awaited(wait: fx.Node) -> fx.Node | None:
-    """Return the launch `wait` waits for, through repeated waits, list items and views."""
+    """Return what `wait` waits for, through repeated waits, list items and views: a launch, or the
+    start of a copy.
+    """
     source: Any = wait.args[0]
-    while isinstance(source, fx.Node) and not is_launch(source):
+    while isinstance(source, fx.Node) and not starts_transfer(source):
         if not (is_wait(source) or source.target is operator.getitem or is_view(source)):
             return None
         source = source.args[0]
@@ -81,9 +86,14 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_host_read(node: fx.Node) -> bool:
-    """Whether the host waits for a value of the device: reading a scalar, or a copy to the host."""
+    """Whether the host waits for a value of the device: reading a scalar, or a copy to the host.
+
+    It does not wait for a copy that runs beside compute.
+    """
     if integers_taken(node):
         return True
+    if is_copy(node) or is_copy_wait(node):
+        return False
     result = tensor_of(node)
     if result is None or result.device.type != "cpu" or node.op != "call_function":
         return False

@@ -36,6 +36,10 @@ NAMESPACES: Final = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 WAITS: Final = ("wait_tensor", "wait_tensors")
 WAIT_NAMES: Final = ("_c10d_functional::wait_tensor", "megamoe::measured_wait")
 """Operators that wait for one tensor: torch's, and the one that measures it."""
+OFFLOAD: Final = "ao::offload"
+RELOAD: Final = "ao::reload"
+COPY_WAIT: Final = "ao::wait_tensor"
+"""torch's operators that copy a tensor to host memory and back, beside compute."""
 
 
 def overload_name(node: fx.Node) -> str:
@@ -65,6 +69,31 @@ def argument_of(call: fx.Node, position: int, name: str, default: Any = None) ->
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective; `single_waits` turns all other waits into these."""
     return overload_name(node) in WAIT_NAMES
+
+
+def is_offload(node: fx.Node) -> bool:
+    """Whether the node starts a copy of a tensor to host memory."""
+    return overload_name(node) == OFFLOAD
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether the node starts a copy of a tensor to host memory, or back."""
+    return overload_name(node) in (OFFLOAD, RELOAD)
+
+
+def is_copy_wait(node: fx.Node) -> bool:
+    """Whether the node waits for a copy."""
+    return overload_name(node) == COPY_WAIT
+
+
+def starts_transfer(node: fx.Node) -> bool:
+    """Whether the node starts work beside compute: a collective or a copy."""
+    return is_launch(node) or is_copy(node)
+
+
+def ends_transfer(node: fx.Node) -> bool:
+    """Whether the node waits for a collective or a copy."""
+    return is_wait(node) or is_copy_wait(node)
 
 
 def waits_on(launch: fx.Node) -> list[fx.Node]:

@@ -61,6 +61,56 @@ class Link:
 NUMBERS: Final = tuple(one.name for one in fields(Link) if one.name != "origins")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLink:
+    """The path between a GPU and its pinned host memory, one direction.
+
+    Copies are taken to slow neither compute nor collectives, and not to be slowed: copy engines
+    hold no SM. On most machines network adapters share a PCIe switch with GPUs, and then both are
+    slower where they send at once; a profile's rate leaves room for it or not, as its origin says.
+    """
+
+    gb_per_s: float
+    """Achieved rate of a large copy."""
+    latency_us: float
+    """Time of an empty copy."""
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Number -> its origin; complete when it was loaded."""
+
+    def copy_us(self, nbytes: float) -> float:
+        """Return the time of one copy of so many bytes."""
+        return self.latency_us + sent_us(nbytes, self.gb_per_s)
+
+
+HOST_LINK: Final = "host_link"
+HOST_LINK_NUMBERS: Final = ("gb_per_s", "latency_us")
+
+
+def host_link_in(file: SourcedFile) -> HostLink | None:
+    """Return the link to the host that a profile's file states; None where it has no such table.
+
+    Raises InvalidConfig where the table has other numbers, or a rate that is not above 0.
+    """
+    table = file.values.get(HOST_LINK)
+    if table is None:
+        return None
+    if set(table) != set(HOST_LINK_NUMBERS) or not table["gb_per_s"] > 0:
+        raise InvalidConfig(
+            f"megamoe.hardware: {file.path}: table {HOST_LINK} is {dict(table)}; write "
+            f"{' and '.join(HOST_LINK_NUMBERS)}, the rate above 0"
+        )
+    origins = {name: file.origins[f"{HOST_LINK}.{name}"] for name in HOST_LINK_NUMBERS}
+    return HostLink(**{name: float(table[name]) for name in HOST_LINK_NUMBERS}, origins=origins)
+
+
+def host_link_table(link: HostLink) -> dict[str, Any]:
+    """Return the table of a link to the host, its numbers beside their origins."""
+    return {
+        name: {"value": getattr(link, name), "origin": link.origins.get(name)}
+        for name in HOST_LINK_NUMBERS
+    }
+
+
 def sent_us(nbytes: float, gb_per_s: float) -> float:
     """Return the time of so many bytes at a rate."""
     return nbytes / gb_per_s * US_PER_GB_PER_S

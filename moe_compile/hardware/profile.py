@@ -23,7 +23,18 @@ from moe_compile.entry_points import PROFILES as OUTSIDE
 from moe_compile.entry_points import installed, load, unusable
 from moe_compile.errors import InvalidConfig, listed
 from moe_compile.hardware.detect import detected_profile
-from moe_compile.hardware.links import NETWORK, NODE, Link, link_table, links_in, with_contention
+from moe_compile.hardware.links import (
+    HOST_LINK,
+    NETWORK,
+    NODE,
+    HostLink,
+    Link,
+    host_link_in,
+    host_link_table,
+    link_table,
+    links_in,
+    with_contention,
+)
 from moe_compile.hardware.products import TABLE, Compute, compute_in, compute_table
 from moe_compile.hardware.sourced_file import (
     SourcedFile,
@@ -122,6 +133,8 @@ class HardwareProfile:
     for gathers. Its rate and its latency are those above."""
     host: HostCosts = NO_HOST
     """Times of the host; zero where the profile states none."""
+    host_link: HostLink | None = None
+    """The link to pinned host memory; None where the profile states none."""
     compute: Compute | None = None
     """Rates of products by their shape; None where the profile states none, and all have the rate
     `matmul_tflops`."""
@@ -173,6 +186,8 @@ class HardwareProfile:
             tables |= {TABLE: compute_table(self.compute)}
         if self.host != NO_HOST:
             tables |= {HOST: host_table(self.host)}
+        if self.host_link is not None:
+            tables |= {HOST_LINK: host_link_table(self.host_link)}
         return written + dump_sourced(tables) if tables else written
 
 
@@ -185,7 +200,7 @@ def load_profile(name: str) -> HardwareProfile:
         return made
     file = read_profile(name)
     wanted = {"name", *RATES}
-    if wrong := sorted(wanted ^ (set(file.values) - CLUSTER_TABLES - {HOST})):
+    if wrong := sorted(wanted ^ (set(file.values) - CLUSTER_TABLES - {HOST, HOST_LINK})):
         raise InvalidConfig(
             f"megamoe.hardware: {file.path} must have exactly {sorted(wanted)}; see {wrong}"
         )
@@ -197,6 +212,7 @@ def load_profile(name: str) -> HardwareProfile:
         compute=compute,
         large_product_rate=large,
         host=host_in(file),
+        host_link=host_link_in(file),
         origins={name: file.origins[name] for name in RATES if name in file.origins},
         **{key: file.values[key] for key in wanted},
     )

@@ -319,6 +319,13 @@ class Reason(enum.Enum):
         Kind.NOT_POSSIBLE,
     )
 
+    # copies to the host
+    MEMORY_STAYS = "on the host it would free no memory, or too little", Kind.NO_GAIN
+    NO_HOST_COPIES = (
+        "it cannot be copied to pinned host memory and back beside compute",
+        Kind.NOT_POSSIBLE,
+    )
+
     NO_MEANS = "this version of torch cannot hold nodes in a given order", Kind.NOT_POSSIBLE
 
     # passes left out

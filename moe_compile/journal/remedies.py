@@ -189,6 +189,11 @@ _GRADIENTS_AND_SCHEDULE: Final = {
     "that does not need the result of the exchange can run beside it",
     Reason.MEMORY_CAP: "raise megamoe.max_memory_increase",
     Reason.USER_STREAMS: "do not switch streams inside the compiled function",
+    Reason.MEMORY_STAYS: f"{NOTHING}: a tensor leaves the device only if nothing else holds its "
+    "memory",
+    Reason.NO_HOST_COPIES: "run on a GPU, with a torch that has the operators ao::offload, "
+    "ao::reload and ao::wait_tensor and with a hardware profile that has a table host_link, or "
+    "leave megamoe.offload_budget at 0",
     Reason.NO_MEANS: "use a torch with torch._inductor.fx_passes.control_dependencies",
     Reason.DISABLED: f"{NOTHING}: remove the pass from megamoe.disable_passes if you want it",
     Reason.NEEDS_FACT: "remove the pass that it needs from megamoe.disable_passes",

@@ -23,6 +23,17 @@ from moe_compile.plan.plan import Plan, RewritePlan
 from moe_compile.plan.planned import Findings, Planned, PlannedExperts
 
 
+@dataclass(frozen=True, slots=True)
+class Partitioned:
+    """What AOTAutograd's partitioner made of one joint graph, beside the forward graph."""
+
+    backward: fx.Graph
+    num_results: int
+    """Outputs of the forward graph that the program sees; those behind are for the backward."""
+    is_run: bool = True
+    """Whether the graphs are to run; not where they are traced for a price or for a dry run."""
+
+
 @dataclass(kw_only=True, slots=True)
 class CompileState:
     """The analyses and decisions of one compilation."""
@@ -95,6 +106,9 @@ class CompileState:
     nominal_sizes: dict[str, int] = field(default_factory=dict)
     """Symbol -> nominal value; filled on the forward graph, read on the backward graph."""
 
+    partitioned: Partitioned | None = None
+    """What belongs to the forward graph at hand, while both graphs are changed together."""
+
     facts: GraphFacts | None = None
     """Facts of the graph that a pass last looked at."""
 
@@ -133,7 +147,8 @@ class CompileState:
         self.rewrites = tuple(one for one in self.rewrites if one.name not in passes)
         has_regions = any(one.plan.group for one in self.regions)
         self.has_outside_rewrites |= any(not one.is_of_regions for one in self.rewrites)
-        self.has_work |= has_regions or self.has_outside_rewrites
+        is_offloaded = self.config.offload_budget > 0
+        self.has_work |= has_regions or self.has_outside_rewrites or is_offloaded
 
     def _change(self, change: Callable[[Planned[Any]], Planned[Any]]) -> None:
         self.planned = {kind: tuple(map(change, each)) for kind, each in self.planned.items()}

@@ -10,6 +10,7 @@ Contract
 Pseudo-code
     schedule by every policy, and within the memory if that forbids the fastest: run the remaining
     nodes in the graph's own order, or in a lean order, as far as that has room itself
+    in each order, put copies to the host and back where they suit it
     the fastest that memory allows, on the link assumed and a slower one
     launch as early as the sent values are ready, unless that is slower or memory forbids it
 
@@ -33,7 +34,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from moe_compile.schedule.list_schedule import (
@@ -46,6 +47,7 @@ from moe_compile.schedule.list_schedule import (
     nearest_launch,
 )
 from moe_compile.schedule.liveness import Liveness, MemoryHeadroom
+from moe_compile.schedule.place_copies import SLOW_LINK, place_copies
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import Clock, simulate
 
@@ -60,8 +62,6 @@ POLICIES: Final = (
     Policy(key=first_result),
 )
 """Policies, by priority and patience, that each won on some graph."""
-SLOW_LINK: Final = 1.5
-"""Factor on estimated exchange times; a schedule should also hide exchanges so slow."""
 TIE: Final = 0.002
 """Share of the step below which two schedules count as equally fast."""
 
@@ -102,23 +102,29 @@ def choose_schedule(
     `step_peak_bytes`, the peak of a whole training step, where that is known and larger.
     """
     came = _candidate(problem, liveness, tuple(range(len(problem.nodes))))
-    baseline = _candidate(problem, liveness, incoming_order(problem))
     whole = came.peak_bytes
     if is_chunked:
         whole = max(whole, liveness.peak_bytes(side_by_side(problem)))
     allowed = whole + max_memory_increase * max(whole, step_peak_bytes)
+
+    def candidate(order: Sequence[int]) -> CandidateOrder:
+        return _candidate(problem, liveness, place_copies(problem, liveness, order, allowed))
+
+    # orders are searched for as if copies took no time: they get their places afterwards
+    others = replace(problem, copy_us=dict.fromkeys(problem.copy_us, 0.0))
+    baseline = candidate(incoming_order(others))
     allowed = max(allowed, baseline.peak_bytes)
     candidates = [
         baseline,
-        *(_candidate(problem, liveness, list_schedule(problem, policy)) for policy in POLICIES),
+        *(candidate(list_schedule(others, policy)) for policy in POLICIES),
     ]
     fitting = [c for c in candidates if c.peak_bytes <= allowed]
     fastest, best = _fastest(candidates), _fastest(fitting)
     if not _ties(best, fastest):
-        fitting += _scheduled_in_room(problem, liveness, baseline.order, allowed)
+        fitting += map(candidate, _scheduled_in_room(others, liveness, baseline.order, allowed))
         best = _fastest([c for c in fitting if c.peak_bytes <= allowed])
     is_capped = not _ties(best, fastest)
-    early = _candidate(problem, liveness, launch_early(problem, best.order))
+    early = candidate(launch_early(others, best.order))
     fits = early.peak_bytes <= max(best.peak_bytes, allowed)
     chosen = early if fits and _ties(early, best) else best
     return ChosenOrder(chosen=chosen, as_it_came=came, is_capped=is_capped, fastest=fastest)
@@ -134,7 +140,7 @@ def side_by_side(problem: ScheduleProblem) -> tuple[int, ...]:
 
 def _scheduled_in_room(
     problem: ScheduleProblem, liveness: Liveness, known: Sequence[int], allowed_bytes: float
-) -> Iterator[CandidateOrder]:
+) -> Iterator[list[int]]:
     ways = [(known, True), (known, False)]
     lean = lean_order(problem, liveness)
     if liveness.peak_bytes(lean) > allowed_bytes:
@@ -145,7 +151,7 @@ def _scheduled_in_room(
         ways.append((lean, True))
     for policy, (order, looks_ahead) in itertools.product(POLICIES, ways):
         room = MemoryHeadroom(liveness, order, allowed_bytes, looks_ahead=looks_ahead)
-        yield _candidate(problem, liveness, list_schedule(problem, policy, room))
+        yield list_schedule(problem, policy, room)
 
 
 def _candidate(

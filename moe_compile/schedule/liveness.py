@@ -3,6 +3,8 @@
 Contract
     Views share their base's storage and a wait its launch's; graph inputs are the caller's and
     do not count; the input of a launch lives until its wait; outputs live to the end.
+    A tensor that is copied to the host lives until the wait for the copy, and the copy takes no
+    memory of the device. One that is copied back lives from the begin of the copy.
 
 `MemoryHeadroom` tells whether a node may run early: whether the rest of a graph still fits after
 it. An order that fits is known. Nodes run one by one, in another order; after each, running the
@@ -24,7 +26,7 @@ from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.alias_classes import AliasClasses
 from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.precedence import awaited
-from moe_compile.graph.query import is_wait, value_of
+from moe_compile.graph.query import is_offload, is_wait, value_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class Liveness:
             produced = classes.of(node) - held
             mine = produced - made
             made |= mine
-            size = sizes.nbytes(value_of(node)) // max(1, len(produced))
+            nbytes = 0 if is_offload(node) else sizes.nbytes(value_of(node))
+            size = nbytes // max(1, len(produced))
             allocates.append(tuple((memory, size) for memory in sorted(mine)))
             needed = () if is_size_query(node) else (*node.all_input_nodes, *_sent(node))
             uses.append(tuple(sorted((classes.of(*needed) - held) | produced)))
@@ -75,6 +78,14 @@ class Liveness:
                 if last[storage] == step:
                     live -= size.get(storage, 0)
             yield during, live
+
+
+def offloaded_bytes(graph: fx.Graph, sizes: NominalSizes) -> int:
+    """Return the bytes that one run of a forward graph leaves in host memory, until its backward.
+
+    So many bytes of the activations that it keeps are not on the device, for each microbatch.
+    """
+    return sum(sizes.nbytes(value_of(node)) for node in graph.nodes if is_offload(node))
 
 
 def _sent(node: fx.Node) -> tuple[fx.Node, ...]:

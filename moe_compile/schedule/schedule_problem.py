@@ -20,7 +20,15 @@ from moe_compile.graph.effects import may_draw
 from moe_compile.graph.launch_order import plan_launch_order
 from moe_compile.graph.part_order import order_by_parts
 from moe_compile.graph.precedence import awaited, find_predecessors, is_host_read
-from moe_compile.graph.query import group_name, is_launch, is_wait
+from moe_compile.graph.query import (
+    ends_transfer,
+    group_name,
+    is_copy,
+    is_copy_wait,
+    is_launch,
+    is_offload,
+    is_wait,
+)
 from moe_compile.runtime.node_groups import link_of_group
 
 
@@ -57,6 +65,9 @@ class ScheduleProblem:
     """Time of the host for each node."""
     reads: frozenset[int]
     """Nodes where the host waits for all work queued before."""
+    copy_us: Mapping[int, float] = field(default_factory=dict)
+    """Copy to the host, or back -> its time on the link to the host. Copies and their waits are
+    followers: `place_copies` gives them their places in an order of the other nodes."""
 
     def successors(self, node: int) -> Iterator[int]:
         """Yield the nodes that must come after `node`: by precedence, and the next launch."""
@@ -101,7 +112,7 @@ class ScheduleProblem:
         launches = tuple(index[n] for n in planned)
         compute_us = tuple(costs[n].compute_us for n in nodes)
         link_us = tuple(costs[n].link_us for n in nodes)
-        waits = {index[n]: awaited(n) for n in nodes if is_wait(n)}
+        waits = {index[n]: awaited(n) for n in nodes if ends_transfer(n)}
         link_of = {n: link_of_group(group_name(n)) for n in planned}
         return cls(
             nodes=nodes,
@@ -121,6 +132,7 @@ class ScheduleProblem:
             overlap_slowdown={link_of[n]: costs[n].overlap_slowdown for n in planned},
             host_us=tuple(costs[n].host_us for n in nodes),
             reads=frozenset(i for i, n in enumerate(nodes) if costs[n].waits_for_device),
+            copy_us={index[n]: costs[n].copy_us for n in nodes if is_copy(n)},
         )
 
 
@@ -133,13 +145,15 @@ def _reversed(before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _followers(nodes: Sequence[fx.Node]) -> tuple[bool, ...]:
-    returned = set(nodes[-1].all_input_nodes)
+    returned = {*nodes[-1].all_input_nodes, *(n.args[0] for n in nodes if is_offload(n))}
     return tuple(_is_follower(node, is_returned=node in returned) for node in nodes)
 
 
 def _is_follower(node: fx.Node, *, is_returned: bool) -> bool:
     if node.op != "call_function" or not node.users:
         return False
+    if is_copy(node) or is_copy_wait(node):
+        return True
     if is_launch(node) or is_wait(node) or is_host_read(node) or may_draw(node):
         return False
     if is_free(node):

@@ -4,6 +4,7 @@ Contract
     Virtual time from estimated costs. The host does its part for one node after another, and runs
     ahead of the device while that is faster: no node starts before the host is done with it.
     At a read the host waits for the compute stream, and is ahead no more.
+    Copies to the host and back share one link, in the order of their nodes.
     Launches of one group share a link and are served in launch order; those of ranks of equal place
     share that of the group whose nodes they join.
     Compute is slower while a collective runs: NCCL's kernels hold some of the SMs. A collective is
@@ -40,6 +41,8 @@ COMPUTE: Final = "<compute>"
 """Name of the compute stream; a link has the name of its group."""
 HOST: Final = "<host>"
 """Name of the host among the streams of a run."""
+COPIES: Final = "<copies>"
+"""Name of the link to host memory among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +54,14 @@ class Timeline:
     """Sum over the compute stream, its waits for the host to launch kernels included."""
     exchange_us: float
     """Sum over the links, each collective timed with nothing beside it."""
+    copy_us: float = 0.0
+    """Sum over copies to the host or back."""
     host_us: float
     """Exposed waits of the compute stream for the host to read, or to launch collectives."""
 
     @property
     def exposed_us(self) -> float:
-        """Return the time that collectives cost: the compute stream stood still, or was slower.
+        """Return the time that collectives and copies cost: compute stood still, or was slower.
 
         It includes the time by which compute lengthens collectives, once nothing hides it, and the
         stream's waits for the host to read, to unpack integers and to launch collectives.
@@ -94,6 +99,8 @@ class Clock:
         self._last: dict[str, Served] = {}
         """Group -> its last exchange."""
         self._streams = Streams(COMPUTE, problem.contention, problem.overlap_slowdown)
+        self._copies = Streams()
+        """The link to the host: its copies slow nothing, and nothing slows them."""
         self._runs: list[tuple[int, str, Served]] | None = None
         """Node, stream and task of all that ran, where `spans` are asked for."""
 
@@ -107,7 +114,7 @@ class Clock:
     def spans(self) -> Iterator[NodeSpan]:
         """Yield what ran when, each stream in order of start; of a clock `that_keeps_spans`."""
         for node, stream, served in self._runs or ():
-            end_us = self._streams.end_of(served)
+            end_us = served.end if stream == COPIES else self._streams.end_of(served)
             yield NodeSpan(node, stream, served.start, end_us)
 
     def _keep(self, node: int, stream: str, served: Served) -> None:
@@ -131,6 +138,10 @@ class Clock:
             served = self._streams.serve(group, self.now_us, exchange_us)
             self._keep(node, group, served)
             self._exchanges[node] = self._last[group] = served
+        if (copy_us := problem.copy_us.get(node)) is not None:
+            served = self._copies.serve(COPIES, self.now_us, copy_us * self.link_factor)
+            self._keep(node, COPIES, served)
+            self._exchanges[node] = served
 
     def _pass_host(self, node: int) -> None:
         """Let the host do its part for a node; the device starts the node no earlier."""
@@ -153,7 +164,10 @@ class Clock:
     def wait_over_us(self, wait: int) -> float:
         """Return when the exchange of `wait` is over if nothing else runs; its launch has run."""
         launch = self.problem.awaits[wait]
-        return 0.0 if launch is None else self._streams.end_of(self._exchanges[launch])
+        if launch is None:
+            return 0.0
+        served = self._exchanges[launch]
+        return served.end if launch in self.problem.copy_us else self._streams.end_of(served)
 
     def link_free_us(self, group: str) -> float:
         """Return when a group's link has served its launches if nothing else runs."""
@@ -162,7 +176,7 @@ class Clock:
 
     def end_us(self) -> float:
         """Return when all that has run is over, exchanges that nothing awaits too."""
-        return max(self.now_us, self.host_us, self._streams.idle_at())
+        return max(self.now_us, self.host_us, self._streams.idle_at(), self._copies.idle_at())
 
 
 def simulate(
@@ -176,6 +190,7 @@ def simulate(
         step_us=clock.end_us(),
         compute_us=sum(problem.compute_us) + clock.kernels_waited_us,
         exchange_us=sum(problem.link_us) * link_factor,
+        copy_us=sum(problem.copy_us.values()) * link_factor,
         host_us=clock.others_waited_us,
     )
 

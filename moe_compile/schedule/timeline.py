@@ -16,16 +16,23 @@ import torch.fx as fx
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.launch_order import ANNOTATIONS, REGION
 from moe_compile.graph.part_order import PRODUCTS
-from moe_compile.graph.query import is_launch, operator_of, overload_name, source_place, value_of
+from moe_compile.graph.query import (
+    operator_of,
+    overload_name,
+    source_place,
+    starts_transfer,
+    value_of,
+)
 from moe_compile.journal.entries import Verdict
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
-from moe_compile.schedule.simulate import COMPUTE, HOST, Clock, simulate
+from moe_compile.schedule.simulate import COMPUTE, COPIES, HOST, Clock, simulate
 from moe_compile.schedule.timeline_data import ON_COMPUTE, ON_HOST, ON_LINK, OTHER, PRODUCT
 
 DIGITS: Final = 2
 """Decimals of a microsecond that are kept."""
-NAMES: Final[Mapping[str, str]] = {HOST: ON_HOST, COMPUTE: ON_COMPUTE}
+COPIES_LINK: Final = "link to the host"
+NAMES: Final[Mapping[str, str]] = {HOST: ON_HOST, COMPUTE: ON_COMPUTE, COPIES: COPIES_LINK}
 """Names of streams for a reader; a link is `link GROUP`."""
 NO_NAMES: Final = ("", "undefined", "default_pg")
 """Descriptions of process groups that say nothing."""
@@ -56,7 +63,7 @@ def _named(node: fx.Node) -> list[str]:
     operator = overload_name(node) or operator_of(node).strip("`")
     name = operator.rpartition("::")[2]
     kind = PRODUCT if any(part in name for part in PRODUCTS) else OTHER
-    return [node.name, operator, source_place(node), ON_LINK if is_launch(node) else kind]
+    return [node.name, operator, source_place(node), ON_LINK if starts_transfer(node) else kind]
 
 
 def _run(
@@ -88,7 +95,8 @@ def _memory(
     for node, (during, after) in zip(order, liveness.live_bytes(order), strict=True):
         start_us = clock.now_us
         clock.run(node)
-        if (launch := clock.problem.awaits.get(node)) is not None:
+        launch = clock.problem.awaits.get(node)
+        if launch is not None and launch not in clock.problem.copy_us:
             waits.append([row(launch), _us(clock.now_us - start_us)])
         for us, live in ((start_us, during), (clock.now_us, after)):
             if live != known:

@@ -175,6 +175,46 @@ def test_what_is_done_to_a_buffer_in_flight_is_told(between, said):
     assert (len(found), said in "".join(found)) == (bool(said), True)
 
 
+COPIES = """
+primals_1, = args
+buf0 = empty_strided_cuda((4, 4), (4, 1), torch.bfloat16)
+triton_poi_1.run(buf0, 16, stream=s)
+buf1 = torch.ops.ao.offload.default(buf0)
+buf2 = buf1
+{between}
+buf3 = torch.ops.ao.wait_tensor.default(buf2, None, buf0)
+del buf0
+buf4 = torch.ops.ao.reload.default(primals_1, device(type='cuda', index=0), [8, 4], [4, 1])
+{back}
+buf5 = torch.ops.ao.wait_tensor.default(buf4, None, primals_1)
+triton_poi_1.run(buf5, 8, stream=s)
+return (buf3, )
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "back", "said"),
+    [
+        ("pass", "pass", ""),
+        ("triton_poi_1.run(buf0, 16, stream=s)", "pass", "touches buf0, which is sent"),
+        ("del buf0", "pass", "touches buf0, which is sent"),
+        ("buf6 = buf0; del buf0  # reuse", "pass", ""),
+        ("pass", "triton_poi_1.run(buf4, 8, stream=s)", "touches buf4, which is received"),
+        ("pass", "del primals_1", "touches primals_1, which is sent"),
+    ],
+)
+def test_what_is_done_to_a_copy_in_flight_is_told(between, back, said):
+    wrapper = read_wrapper(code(COPIES.format(between=between, back=back)))
+    kinds = [c.kind for c in wrapper.calls if c.kind in (Kind.COPY, Kind.COPY_WAIT)]
+    assert kinds == [Kind.COPY, Kind.COPY_WAIT] * 2
+    found = list(faults(wrapper))
+    assert (bool(found), said in "".join(found)) == (bool(said), True)
+    unawaited = "\n".join(line for line in COPIES.splitlines() if "wait_tensor" not in line)
+    unawaited = unawaited.replace("buf3, ", "primals_1, ").replace("run(buf5", "run(primals_1")
+    lost = list(faults(read_wrapper(code(unawaited.format(between="pass", back="pass")))))
+    assert sum("never waited for" in line for line in lost) == 2
+
+
 def test_a_launch_that_nobody_waits_for_is_told():
     text = FORWARD.replace("    torch.ops._c10d_functional.wait_tensor.default(buf3)\n", "")
     found = list(faults(read_wrapper(code(text.format(between="    pass")))))
@@ -240,8 +280,9 @@ def test_bars_are_against_the_same_program_in_one_chunk():
 needs_a_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "there")
 
 
-def generated(folder, name, chunks):
+def generated(folder, name, chunks, **options):
     command = [sys.executable, "-m", "benchmarks.cuda.generate", name, str(chunks)]
+    command += [f"--option={key}={json.dumps(value)}" for key, value in options.items()]
     subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True, timeout=1500)
     return findings_in(folder)
 
@@ -318,6 +359,27 @@ def test_code_of_a_chunked_layer_keeps_the_schedule_and_reads_the_host_once(tmp_
         assert one.order.count("L") == (2 * chunks + (phase == "forward"))
         assert ("a" in one.order) is (not name.startswith("layer"))
     check_that_wrong_code_is_found(tmp_path)
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_code_that_copies_activations_to_the_host_touches_none_in_flight(tmp_path):
+    """A source is given up behind its wait, and nothing takes its memory before."""
+    options = {"offload_budget": 1.0, "equal_tokens": True}
+    found = generated(tmp_path, "layer-ep8", 2, **options)
+    assert all(one.keeps_order and not one.faults for one in found.values())
+    for phase in found:
+        text = (tmp_path / f"{phase}.py").read_text()
+        lines, calls = text.splitlines(keepends=True), read_wrapper(text).calls
+        copies = [call for call in calls if call.kind is Kind.COPY]
+        waits = [call for call in calls if call.kind is Kind.COPY_WAIT]
+        assert len(copies) == len(waits) > 0
+        for copy in copies:
+            indent = lines[copy.line - 1].partition("buf")[0]
+            (source,) = re.findall(r"default\((\w+)[,)]", lines[copy.line - 1])
+            for wrong in (f"extern_kernels.mm({source}, {source}, out={source})", f"del {source}"):
+                broken = [*lines[: copy.line], f"{indent}{wrong}\n", *lines[copy.line :]]
+                assert list(faults(read_wrapper("".join(broken)))), wrong
 
 
 @pytest.mark.slow

@@ -70,6 +70,23 @@ def test_a_gpu_has_a_host_beside_it_whose_costs_are_stated_whole(tmp_path):
         load_profile(str(path))
 
 
+def test_the_link_to_the_host_is_stated_whole_or_not_at_all(tmp_path):
+    assert load_profile("h100").host_link.copy_us(52e9) == pytest.approx(1e6 + 15.0)
+    assert load_profile("gb200").host_link.gb_per_s > load_profile("h100").host_link.gb_per_s
+    text, path = (PROFILES / "h100.toml").read_text(), tmp_path / "h100.toml"
+    head, _, tail = text.partition("[host_link]\n")
+    rate, latency, rest = tail.split("\n", 2)
+    path.write_text(head + rest)
+    assert load_profile(str(path)).host_link is None
+    for line in (rate, latency):
+        path.write_text(f"{head}[host_link]\n{line}\n{rest}")
+        with pytest.raises(InvalidConfig, match="table host_link is"):
+            load_profile(str(path))
+    path.write_text(f"{head}[host_link]\n{rate.replace('52.0', '0.0')}\n{latency}\n{rest}")
+    with pytest.raises(InvalidConfig, match="the rate above 0"):
+        load_profile(str(path))
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_a_profile_without_one_of_its_origins_does_not_load(path, tmp_path):
     """Strip every origin in turn, wherever it stands in the file."""
