@@ -69,7 +69,8 @@ def differing(rank, case, style, options):
     ]
 
 
-@pytest.mark.parametrize(("style", "options"), slow_but(CASES[:2], CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize(("style", "options"), CASES)
 def test_whole_numbers_are_equal(two_ranks, style, options):
     """Output, gradients of tokens, of scores and of experts; other tokens in each step."""
     tokens = TOKENS

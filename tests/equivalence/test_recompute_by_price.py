@@ -119,7 +119,8 @@ def test_no_bit_changes_and_less_is_kept(mirrored_ranks, program, budget):
         assert forward["again_bytes"] > 0 and forward["again_us"] > 0
 
 
-@pytest.mark.parametrize("parts", slow_but([2], [2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [2])
 def test_parts_of_the_batch_have_the_same_bits(mirrored_ranks, parts):
     more = {"megamoe.batch_parts": parts, "megamoe.numerics": "bounded"}
     for differ, records, _ in mirrored_ranks.run(compare, WithoutDropout, 0.5, more):

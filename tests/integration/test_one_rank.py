@@ -64,7 +64,7 @@ def test_gradients_steps_and_moments_are_those_of_one_rank(against_one_rank, lay
         assert set(rank.verdicts) == ({"chunked"} if layout.ep > 1 else set())
 
 
-@pytest.mark.parametrize("layout", but([PIPELINE, REPLICAS], LAYOUTS))
+@pytest.mark.parametrize("layout", but([PIPELINE], LAYOUTS))
 def test_gradient_descent_takes_the_same_steps(against_one_rank, layout):
     """Without checkpointing: there a router that is not compiled counts its tokens twice."""
     layout = dataclasses.replace(layout, checkpointing="none")
