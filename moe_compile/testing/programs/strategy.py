@@ -82,7 +82,7 @@ def few(kind: Iterable[Choice], most: int) -> st.SearchStrategy[frozenset[Choice
 
 
 SLOTS_LEFT_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
-    {Act.FUNCTION, Act.WHERE, Act.MASKED_FILL, Extra.SENT_READ, Extra.CHECKPOINT, Extra.OWN_NORM}
+    {Act.FUNCTION, Act.WHERE, Act.MASKED_FILL, Extra.SENT_READ, Extra.CHECKPOINT}
 )
 """Choices that leave a layer with a capacity whole and mix no experts."""
 
@@ -198,11 +198,11 @@ FILLING: Final = {"bfloat16": 64, "float32": 32, "float64": 16}
 
 LEAVES_WHOLE: Final[frozenset[enum.Enum]] = frozenset(
     {
-        Tally.BINCOUNT, Move.HALVED, Move.HANDLE, Act.GELU,
+        Tally.BINCOUNT, Move.HALVED, Move.HANDLE,
         Style.DENSE, Style.BATCHED, Style.STACKED,
         Order.MISMATCHED, Order.UNSTABLE, Order.PLACE_AMONG_ALL,
         Detail.NO_GRAD_TWIN,
-        Detail.VIEW_WRITE, Detail.LISTS, Detail.STACKED_MEAN, Detail.TRANSPOSED, Detail.LONGEST,
+        Detail.VIEW_WRITE, Detail.LISTS, Detail.LONGEST,
         Reader.HOST_VMAP, Reader.ARRIVED_WRITTEN, Reader.BREAK, Reader.COUNTS_WRITTEN,
         Reader.ROWS_TWICE, Reader.ROWS_WRITTEN, Reader.ROWS_SQUARED, Reader.ROWS_NORMALIZED,
         Reader.ROWS_CHECKPOINTED, Reader.ROWS_VIEWED, Reader.ROWS_HANDED_BACK, Reader.EARLY_DATA,
