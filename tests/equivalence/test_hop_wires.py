@@ -86,7 +86,7 @@ FLAT = (
     (Around, ("fp8", "fp8_forward")),
     (WideSums, ("fp8", "fp8")),
     (InOrder, ("same", "fp8")),
-    (SharedInOrder, ("fp8_forward", "fp8")),
+    (SharedInOrder, ("same", "fp8")),
 )
 """Styles and wires for which nothing weights rows between packing and the sums."""
 
