@@ -204,6 +204,7 @@ BOUNDED = (
 @pytest.mark.parametrize(("style", "dtype", "tokens", "options"), slow_but(BOUNDED[:1], BOUNDED))
 def test_outputs_and_gradients_are_within_the_bound(two_ranks, style, dtype, tokens, options):
     """And the errors of all drawn programs are at most twice those of the program as written."""
+    two_ranks.regroup()  # programs of one place have one plan
     check(two_ranks.run(beyond, style, dtype, tokens, options, range(2)))
 
 
