@@ -22,7 +22,10 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch._functorch.config as functorch_config
+import torch.distributed as dist
 import torch.fx as fx
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.sizes import NominalSizes
@@ -40,6 +43,8 @@ ESTIMATOR: Final = "activation_memory_budget_runtime_estimator"
 SOLVER: Final = "activation_memory_budget_solver"
 DRAWS: Final = "visualize_memory_budget_pareto"
 """Setting by which torch draws its own curve, by many more solutions."""
+WEIGHTLESS: Final = "unsafe_treat_script_objects_as_zero_size"
+"""Setting by which objects among a graph's inputs are taken to hold no tensors."""
 TRIES: Final = 4
 """Budgets tried with each kind of prices; each is one more run of torch's partitioner."""
 LEAST: Final = 1e-6
@@ -130,6 +135,13 @@ def choose_kept(
             return Chosen(partition=default, default=default, budget_bytes=budget)
         keep_what_is_never_computed_again(joint.graph)
         return search.choose(default, budget)
+
+
+def holds_tensors_alone(graph: fx.Graph) -> bool:
+    """Whether all objects in the graph but tensors are groups and meshes: these keep none."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    objects = [value for value in values if isinstance(value, FakeScriptObject)]
+    return all(isinstance(one.real_obj, dist.ProcessGroup | DeviceMesh) for one in objects)
 
 
 def budget_bytes(asked: float, default_bytes: int) -> int:
@@ -228,6 +240,8 @@ class Search:
 
     def _new(self, prices: str, share: float, estimator: Any) -> Partition:
         settings = {BUDGET: share, ESTIMATOR: estimator, SOLVER: "dp", DRAWS: False}
+        if hasattr(functorch_config, WEIGHTLESS) and holds_tensors_alone(self._joint.graph):
+            settings[WEIGHTLESS] = True
         with functorch_config.patch(settings):
             modules = self._partition()
         forward, backward = (module.graph for module in modules)

@@ -7,7 +7,7 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 from torchtitan.config import ConfigManager
 
 from moe_compile.config import from_sources, split_options
-from tests.integration.titan_jobs import CONFIG
+from tests.integration.titan_jobs import CONFIG, OURS, train
 from torchtitan_integration.parallelize import backend_options, budget_options
 
 MODE = "--activation_checkpoint.mode=memory_budget"
@@ -40,3 +40,22 @@ def test_a_budget_of_zero_asks_for_the_least_and_other_modes_for_none():
     assert 0 < budget_options(job)["megamoe.activation_budget"] < 1e-3
     job.activation_checkpoint.mode = "full"
     assert budget_options(job) == {}
+
+
+@pytest.mark.slow
+def test_a_job_within_a_budget_has_the_losses_of_one_without(two_ranks, tmp_path):
+    ours = {
+        **OURS,
+        "parallelism.data_parallel_shard_degree": 2,
+        "parallelism.expert_parallel_degree": 2,
+        "megamoe.equal_tokens": True,
+    }
+    modes = {"none": {}, "memory_budget": {"activation_checkpoint.memory_budget": 0.5}}
+    steps, kept = {}, {}
+    for mode, more in modes.items():
+        asked = {"activation_checkpoint.mode": mode, **more}
+        ranks = train(two_ranks, 2, tmp_path / mode, ours, asked)
+        steps[mode] = [rank.steps for rank in ranks]
+        kept[mode] = [graph["kept_bytes"] for graph in ranks[0].graphs if graph.get("kept_bytes")]
+    assert steps["memory_budget"] == steps["none"]
+    assert kept["memory_budget"] and not kept["none"]

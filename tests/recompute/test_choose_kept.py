@@ -7,6 +7,8 @@ import torch
 import torch._functorch.config as functorch_config
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from moe_compile.backend import rewrite
@@ -22,6 +24,7 @@ from moe_compile.recompute.choose_kept import (
     TORCHS_DEFAULT,
     TORCHS_PRICES,
     Search,
+    holds_tensors_alone,
     nominal_hints,
 )
 from moe_compile.recompute.never_again import keep_what_is_never_computed_again
@@ -237,3 +240,12 @@ def test_choices_and_random_numbers_are_kept(call, is_kept):
     ).graph
     keep_what_is_never_computed_again(graph)
     assert any("recompute" in node.meta for node in graph.nodes) is is_kept
+
+
+def test_groups_and_meshes_among_a_graphs_inputs_keep_no_activation(fake_ranks):
+    mesh = init_device_mesh("cpu", (2,))
+    for value, alone in ((mesh, True), (fake_ranks, True), (torch.Generator(), False)):
+        graph = fx.Graph()
+        kind = type(value).__qualname__
+        graph.placeholder("given").meta["val"] = FakeScriptObject(None, kind, value)
+        assert holds_tensors_alone(graph) == alone
