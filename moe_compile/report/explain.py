@@ -103,6 +103,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     for place in dict.fromkeys(_read_alone(report)):
         yield f"The host takes an integer by itself at {place}"
     yield from dict.fromkeys(text for graph in report["graphs"] if (text := _kept(graph)))
+    yield from dict.fromkeys(_offloaded(report))
     rewrites = report.get("rewrites", ())  # none in reports of earlier versions
     yield from (f"Rewrite {line}" for line in rewrites)
     yield from report.get("warnings", ())
@@ -130,6 +131,23 @@ def _kept(graph: Mapping[str, Any]) -> str:
             "that was found."
         )
     return f"{said} The budget is {allowed:.1f} MB."
+
+
+def _offloaded(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each program whose tensors `offload_budget` offloads, or leaves, and why."""
+    for record in report.get("passes", ()):
+        if record["pass"] != "offload_activations" or not record["where"]:
+            continue
+        place = _place(record["where"])
+        if record["applied"]:
+            yield f"In host memory between forward and backward at {place}: " + ", ".join(
+                record["applied"]
+            )
+        elif record["skipped"]:
+            one = record["skipped"][0]
+            detail = f" ({one['detail']})" if one.get("detail") else ""
+            remedy = f"; to do: {one['to_do']}" if one.get("to_do") else ""
+            yield f"Nothing is offloaded at {place}: {one['reason']}{detail}{remedy}"
 
 
 def _read_alone(report: Mapping[str, Any]) -> Iterator[str]:

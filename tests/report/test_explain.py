@@ -113,3 +113,21 @@ def test_attention_of_equal_blocks_is_one_line():
     }
     text = printed(attention=[one, one, {**one, "where": "a.py:7 in forward"}])
     assert text.count("a.py:5") == 1 and "no exchange (2 times)" in text and "a.py:7" in text
+
+
+def test_what_is_offloaded_is_named_and_so_is_why_nothing_is():
+    of_pass = {"where": "a.py:3 in forward", "graph": "forward", "pass": "offload_activations"}
+    left = {
+        "candidate": "graph",
+        "reason": "it cannot be",
+        "detail": "on cpu",
+        "to_do": "run on a GPU",
+    }
+    text = printed(passes=[{**of_pass, "applied": [], "skipped": [left]}] * 2)
+    line = "Nothing is offloaded at a.py:3: it cannot be (on cpu); to do: run on a GPU"
+    assert text.count(line) == 1
+    text = printed(passes=[{**of_pass, "applied": ["mm", "mul"], "skipped": [left]}])
+    assert "In host memory between forward and backward at a.py:3: mm, mul" in text
+    assert "offloaded" not in printed(
+        passes=[{**of_pass, "where": "", "applied": [], "skipped": []}]
+    )
