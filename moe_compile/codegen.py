@@ -114,33 +114,6 @@ class LevelPass(CustomGraphPass):
         return None if theirs is None else (theirs, mine)
 
 
-_Partitioner: type = getattr(custom_graph_pass, "CustomPartitionerFn", object)
-
-
-class PartitionByPrice(_Partitioner):
-    """The choice of what is kept for the backward pass, as Inductor's partitioner."""
-
-    def __init__(self, state: CompileState) -> None:
-        """Partition the graphs of the compilation that `state` is of."""
-        self._state = state
-
-    def __call__(self, joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
-        """Return the forward and the backward graph of `joint`."""
-        return partitioned(joint, joint_inputs, self._state, **settings)
-
-    def uuid(self) -> str:
-        """Return the identity of the choice in cache keys: that of our passes."""
-        return _identity(self._state)
-
-    def __getstate__(self) -> str:
-        """Return what a cache key has of Inductor's settings."""
-        return self.uuid()
-
-    def __deepcopy__(self, _: object) -> PartitionByPrice:
-        """Return itself: settings are copied while graphs are compiled."""
-        return self
-
-
 def _sources() -> str:
     """Return hashes that identify the versions of megamoe and of packages that extend it."""
     return f"{hash_of_sources()} {hash_of_packages()}"
@@ -217,28 +190,29 @@ def compile_with_inductor(
         passes[EARLY] = LevelPass((), state, _stood_on(EARLY, patches))
     if passes:
         ours.update(_let_into_cache(gm, patches))
-    if JOINT in levels and state.config.recompute == "price":
-        _check_partitioner(patches)
-        ours[PARTITIONER] = PartitionByPrice(state)
-    if JOINT in levels and state.config.offload_budget:
-        before = ours.get(PARTITIONER) or _stood_on(PARTITIONER, patches)
-        ours[PARTITIONER] = OffloadingPartitioner(state, before)
+    by_price = state.config.recompute == "price"
+    if JOINT in levels and (by_price or state.config.offload_budget):
+        ours[PARTITIONER] = Partitioner(state, _other_partitioner(patches, by_price=by_price))
     settings = {**patches, **ours, **passes}
     with _backward_ahead() if levels else contextlib.nullcontext():
         return _compile_without_failures(gm, example_inputs, state, settings)
 
 
-def _check_partitioner(patches: Mapping[str, Any]) -> None:
-    """Raise InvalidConfig where another partitioner, or none, would decide what is kept."""
+def _other_partitioner(patches: Mapping[str, Any], *, by_price: bool) -> Any:
+    """Return the partitioner that the user has put on Inductor's hook, None for none.
+
+    Raises InvalidConfig where it decides what is kept and `by_price` asks megamoe to decide that,
+    and where this torch lacks the hook.
+    """
+    option = "recompute = 'price'" if by_price else "offload_budget"
+    remedy = "recompute = 'save_exchanges'" if by_price else "offload_budget = 0"
     if PARTITIONER not in inductor_config.get_config_copy():
         why = f"needs Inductor's {PARTITIONER}, which this torch does not have"
-    elif _stood_on(PARTITIONER, patches) is not None:
+    elif (other := _stood_on(PARTITIONER, patches)) is not None and by_price:
         why = f"and Inductor's {PARTITIONER} both decide what is kept for the backward pass"
     else:
-        return
-    raise InvalidConfig(
-        f"megamoe.recompute = 'price' {why}; write megamoe.recompute = 'save_exchanges'"
-    )
+        return other
+    raise InvalidConfig(f"megamoe.{option} {why}; write megamoe.{remedy}")
 
 
 def _backward_ahead() -> contextlib.AbstractContextManager[None]:
@@ -382,22 +356,27 @@ def run_on_both_graphs(
     return failed
 
 
-class OffloadingPartitioner(_Partitioner):
-    """Inductor's partitioner, or that of the user, and then our passes on both graphs."""
+_Base: type = getattr(custom_graph_pass, "CustomPartitionerFn", object)
+
+
+class Partitioner(_Base):
+    """Inductor's partitioner: torch's, one chosen by price or the user's, then our passes."""
 
     def __init__(self, state: CompileState, before: Any) -> None:
-        """Run `before`, None for torch's own, then the passes with `state`."""
+        """Partition by `before`, where it is None as `state` asks, then run the passes."""
         self._state, self._before = state, before
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **settings: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return both graphs; raise FailedPass where a pass failed."""
-        partition = self._before or min_cut_rematerialization_partition
-        forward, backward = partition(gm, joint_inputs, **settings)
-        if run_on_both_graphs((forward, backward), settings["num_fwd_outputs"], self._state):
+        if self._before is None:
+            graphs = partitioned(gm, joint_inputs, self._state, **settings)
+        else:
+            graphs = self._before(gm, joint_inputs, **settings)
+        if run_on_both_graphs(graphs, settings["num_fwd_outputs"], self._state):
             raise FailedPass(*self._state.dropped)
-        return forward, backward
+        return graphs
 
     def uuid(self) -> Any:
         """Return the identity of the partitioner in cache keys; None where it has none."""

@@ -136,18 +136,18 @@ def _kept(graph: Mapping[str, Any]) -> str:
 def _offloaded(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each program whose tensors `offload_budget` offloads, or leaves, and why."""
     for record in report.get("passes", ()):
-        if record["pass"] != "offload_activations" or not record["where"]:
+        if record["pass"] != "offload_activations":
             continue
-        place = _place(record["where"])
+        place = f"at {_place(record['where'])}" if record["where"] else "of a graph without regions"
+        left = record["skipped"]
         if record["applied"]:
-            yield f"In host memory between forward and backward at {place}: " + ", ".join(
-                record["applied"]
-            )
-        elif record["skipped"]:
-            one = record["skipped"][0]
-            detail = f" ({one['detail']})" if one.get("detail") else ""
-            remedy = f"; to do: {one['to_do']}" if one.get("to_do") else ""
-            yield f"Nothing is offloaded at {place}: {one['reason']}{detail}{remedy}"
+            names = ", ".join(record["applied"])
+            others = f"; {len(left)} others stay, for reasons in the JSON report" if left else ""
+            yield f"In host memory between forward and backward {place}: {names}{others}"
+        elif left:
+            detail = f" ({left[0]['detail']})" if left[0].get("detail") else ""
+            remedy = f"; to do: {left[0]['to_do']}" if left[0].get("to_do") else ""
+            yield f"Nothing is offloaded {place}: {left[0]['reason']}{detail}{remedy}"
 
 
 def _read_alone(report: Mapping[str, Any]) -> Iterator[str]:
