@@ -11,6 +11,7 @@ from benchmarks.acceptance.packages import (
     lucidrains_layers,
     megatron_layers,
     repository_layer,
+    torchao_layers,
     transformers_dense,
     transformers_moe,
 )
@@ -21,6 +22,7 @@ CASES: Final = (
     *deepspeed_layers.CASES,
     *deepspeed_auto_ep.CASES,
     *megatron_layers.CASES,
+    *torchao_layers.CASES,
     *transformers_moe.CASES,
     *lucidrains_layers.CASES,
     *transformers_dense.CASES,

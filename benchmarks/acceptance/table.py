@@ -74,6 +74,11 @@ it then had the same reason.
   such a tensor, with every backend, under `capture_scalar_outputs` or `fullgraph=True`. megamoe
   recognises this case, and compiles the code for one number of tokens at a time
   ([limits.md](limits.md#compilation)).
+- torchao's `Float8Linear` is one function of Python in the graph, with a backward of its own
+  (`trampoline_autograd_apply`). megamoe does not look inside. Around experts it is compute as any
+  other: the region beside it runs in chunks. Experts that it multiplies for stay whole. In the
+  recipe "tensorwise" that is right in any case, since one scale is computed from all rows of a
+  product, and rows of a chunk would have another.
 - Megatron-Core permutes tokens by `masked_select`, at which Dynamo ends the graph. It sorts
   received rows by `[parts[i] for i in order.tolist()]`, which Dynamo does not trace if host reads
   stay in graphs; so the function with this line runs eagerly.

@@ -5,8 +5,8 @@ Contract
     have. Messages are real, over gloo, and so are values.
     Torch knows one rank in this process, that of `as_rank`, whose groups exchange nothing. A graph
     that was compiled there runs on every rank's own groups: `LinkedGraph` launches its collectives
-    there. Code into which passes write the rank must be compiled for each rank; the place on a node
-    is given to the one operator that takes it.
+    there. Code into which passes write the rank must be compiled for each rank.
+    After an error on one rank the others may wait for it, so that nothing runs here any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import datetime
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -32,7 +32,6 @@ from benchmarks.link.emulated_link import EmulatedLink, Wire
 from benchmarks.link.link_model import LinkRate, Span, Topology, Traffic
 from benchmarks.link.post_board import PostBoard, create_board
 from moe_compile.hardware import HardwareProfile
-from moe_compile.ops.hop_rows import HOP_SIZES
 from moe_compile.runtime.launch_records import RECORD_LAUNCHES
 from moe_compile.runtime.node_groups import register_node_groups
 
@@ -48,8 +47,6 @@ class LinkRank:
     clock: ChargedClock
     wire: Wire
     links: Mapping[Span, EmulatedLink]
-    place: int
-    """On its node."""
 
 
 class RankThreads:
@@ -62,12 +59,22 @@ class RankThreads:
         self._board = Path(self._folder.name) / "posts"
         self._store = dist.HashStore()
         self._pool = ThreadPoolExecutor(num_ranks)
+        self._failed: BaseException | None = None
         create_board(self._board, num_ranks)
         self.ranks: list[LinkRank] = self.run(self._made)
 
     def run(self, work: Callable[[int], Found]) -> list[Found]:
-        """Return what `work` returns on each rank, all at once."""
-        return [*self._pool.map(work, range(self.topology.num_ranks))]
+        """Return what `work` returns on each rank, all at once; raise the first rank's error."""
+        if self._failed is not None:
+            raise RuntimeError("these ranks cannot go on after an error") from self._failed
+        ranks = [self._pool.submit(work, rank) for rank in range(self.topology.num_ranks)]
+        wait(ranks, return_when=FIRST_EXCEPTION)
+        self._failed = next(
+            (one.exception() for one in ranks if one.done() and one.exception()), None
+        )
+        if self._failed is not None:
+            raise self._failed
+        return [one.result() for one in ranks]
 
     def timed(self, work: Callable[[int], Found], rate: LinkRate) -> tuple[list[Found], float]:
         """Return what `work` returns on each rank, and its seconds on the slowest, over a link of
@@ -93,8 +100,7 @@ class RankThreads:
             store = dist.PrefixStore(f"{span.name} {ranks[0]}", self._store)
             inner = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), TIMEOUT)
             links[span] = EmulatedLink(inner, wire, span, ranks)
-        place = rank % self.topology.num_local
-        return LinkRank(clock=clock, wire=wire, links=links, place=place)
+        return LinkRank(clock=clock, wire=wire, links=links)
 
 
 def _spans(topology: Topology) -> Sequence[Span]:
@@ -140,7 +146,6 @@ class LinkedGraph(ChargedGraph):
             C10D.all_gather_into_tensor.default: self._gather,
             C10D.reduce_scatter_tensor.default: self._reduce,
             C10D.wait_tensor.default: self._wait,
-            HOP_SIZES: lambda *args: HOP_SIZES(*args[:-1], rank.place),
             RECORD_LAUNCHES: lambda *_: None,  # ranks of one process have nothing to compare
         }
 

@@ -71,7 +71,10 @@ class Program:
     def has_rank(self) -> bool:
         """Whether passes wrote the rank into the code, so that it runs on that rank alone."""
         regions = [one for compilation in self.device.compilations for one in compilation.regions]
-        return any(one.dispatch == "all_gather" or one.chunk_edges == "load" for one in regions)
+        return any(
+            one.dispatch == "all_gather" or one.chunk_edges == "load" or one.nodes != "off"
+            for one in regions
+        )
 
 
 class RacedLayer:

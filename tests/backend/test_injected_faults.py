@@ -23,6 +23,7 @@ from moe_compile import codegen
 from moe_compile.check.bits import LOOPED
 from moe_compile.errors import ContractViolation, InvalidConfig
 from moe_compile.failed_compilation import compiled_or_as_written
+from moe_compile.testing.host_copies import copies_on_cpu
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import source_of
@@ -33,7 +34,7 @@ PASSES = {one.name: type(one) for level in LEVELS for one in level.passes}
 WITH_INDUCTOR = tuple(one.name for one in PIN.passes)
 """Passes that edit nothing but what Inductor's code generator reads."""
 WITHOUT_INDUCTOR = tuple(name for name in PASSES if name not in WITH_INDUCTOR)
-STAGES = ("min_cut_rematerialization_partition", "make_boxed_func")
+STAGES = ("partitioned", "make_boxed_func")
 """Names in `moe_compile.codegen`: the cut of the joint graph, and what is made of each part."""
 INDUCTOR_STAGES = ("run", "codegen", "compile_to_module")
 """Methods of Inductor's GraphLowering, which fail for every program with a pass of ours."""
@@ -45,6 +46,8 @@ AS_WRITTEN = "run as written"
 
 
 BY_INDUCTOR = "'megamoe.codegen': 'inductor', "
+ASKED = {"offload_activations": "'megamoe.offload_budget': 1.0, "}
+"""Passes that run only if asked for."""
 ROUNDINGS = 1e-5
 """Relative error of chunks in float32 by Inductor, which fuses others than without chunks."""
 
@@ -122,7 +125,7 @@ def with_fault(rank, name, faulty_ranks, text):
     else:
         fault = functools.partial(fault_in_pass if name in PASSES else fault_in_stage, name)
     try:
-        with fault() if rank in faulty_ranks else contextlib.nullcontext():
+        with copies_on_cpu(), fault() if rank in faulty_ranks else contextlib.nullcontext():
             found = run(rank, text, reference=reference)
     finally:
         logger.removeHandler(heard)
@@ -131,7 +134,7 @@ def with_fault(rank, name, faulty_ranks, text):
 
 def run_with_fault(pool, name, faulty_ranks, options=""):
     pool.regroup()
-    options = (BY_INDUCTOR if name in IN_INDUCTOR else "") + options
+    options = (BY_INDUCTOR if name in IN_INDUCTOR else "") + ASKED.get(name, "") + options
     return pool.run(with_fault, name, faulty_ranks, text_of(LOOPED, options))
 
 

@@ -14,7 +14,8 @@ from benchmarks.acceptance.subject import Call, Case, Subject
 WIDTH = 16
 
 
-def _layer(rank: int, **settings: Any) -> Subject:
+def layer(rank: int, **settings: Any) -> Subject:
+    """Return a layer of four experts on two ranks, and two steps of tokens `[2, T, WIDTH]`."""
     import deepspeed
     import deepspeed.ops
     from deepspeed.moe.layer import MoE
@@ -33,7 +34,7 @@ CASES = tuple(
     Case(
         name=f"DeepSpeed MoE, {name}",
         package="deepspeed",
-        build=functools.partial(_layer, **settings),
+        build=functools.partial(layer, **settings),
         num_ranks=2,
     )
     for name, settings in {
