@@ -26,7 +26,7 @@ import torch._inductor.config as inductor_config
 import torch.fx as fx
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._inductor import custom_graph_pass
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from moe_compile.cost.aot_trace import AOT, aot_graphs
@@ -93,8 +93,6 @@ class LevelPass(CustomGraphPass):
         """Run on `graph` in place; raise FailedPass where a pass failed."""
         if self._before is not None:
             self._before(graph)
-        if JOINT not in self._levels:
-            keep_saved_tensors()
         for level in self._levels:
             if run_on_aot_graph(level, graph, self._state):
                 raise FailedPass(*self._state.dropped)
@@ -195,7 +193,17 @@ def compile_with_inductor(
         ours[PARTITIONER] = Partitioner(state, _other_partitioner(patches, by_price=by_price))
     settings = {**patches, **ours, **passes}
     with _backward_ahead() if levels else contextlib.nullcontext():
-        return _compile_without_failures(gm, example_inputs, state, settings)
+        inner_compile = _keeping_saved_tensors if passes else compile_fx_inner
+        return _compile_without_failures(gm, example_inputs, state, inner_compile, settings)
+
+
+def _keeping_saved_tensors(*arguments: Any, **settings: Any) -> Any:
+    """Compile one graph by Inductor, whose backward writes into no saved tensor.
+
+    Not on a hook of Inductor's passes: these do not run where Inductor has the code in its cache.
+    """
+    keep_saved_tensors()
+    return compile_fx_inner(*arguments, **settings)
 
 
 def _other_partitioner(patches: Mapping[str, Any], *, by_price: bool) -> Any:
@@ -232,15 +240,19 @@ def _compile_without_failures(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     state: CompileState,
+    inner_compile: Callable[..., Any],
     settings: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Compile by Inductor, again where a pass failed: `state` then lists those to leave out."""
+    """Compile by Inductor, again where a pass failed: `state` then lists those to leave out.
+
+    `inner_compile` makes the code of one graph of AOTAutograd, or finds it in Inductor's cache.
+    """
     reported = len(state.journal.records)
     while True:
         known = len(state.dropped)
         try:
             compiled: Callable[..., Any] = compile_fx(
-                gm, list(example_inputs), config_patches=dict(settings)
+                gm, list(example_inputs), inner_compile, config_patches=dict(settings)
             )
         except Exception:
             if len(state.dropped) == known:

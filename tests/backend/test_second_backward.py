@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_inductor_cache
 
 from moe_compile.errors import SecondOrderGradient
 from tests.layers import Centred, GroupedExperts
@@ -83,6 +86,29 @@ def test_every_form_of_a_second_backward_has_the_values_of_eager(two_ranks, styl
 @pytest.mark.parametrize("style", [GroupedExperts, Centred])
 def test_code_of_inductor_keeps_what_was_saved(two_ranks, style):
     assert two_ranks.run(differing_forms, style, "inductor") == [[], []]
+
+
+def scaled(x, weight, number):
+    h = x @ weight
+    return h.sin().sum(1) * (number + 1).item()
+
+
+@pytest.mark.slow
+def test_so_does_code_that_inductor_finds_in_its_cache_and_aotautograd_does_not():
+    """Where only Inductor knows a graph none of its passes runs: these would come too late."""
+    tensors = torch.randn(8, 4), torch.randn(4, 4)
+    scalars = torch._dynamo.config.patch(capture_scalar_outputs=True)
+    with fresh_inductor_cache(), functorch_config.patch(enable_autograd_cache=False), scalars:
+        for hits in (0, 2):
+            torch._dynamo.reset()
+            counters.clear()
+            x, weight = (t.clone().requires_grad_() for t in tensors)
+            out = torch.compile(scaled, backend="megamoe", fullgraph=True)(
+                x, weight, torch.tensor(6)
+            )
+            out.sum().backward(retain_graph=True)
+            out.square().sum().backward()
+            assert counters["inductor"]["fxgraph_cache_hit"] == hits
 
 
 def penalty(rank):
