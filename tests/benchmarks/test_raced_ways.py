@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,9 @@ from moe_compile.check.forms import AS_ASKED as ASKED
 from moe_compile.hardware import load_profile
 
 RACED = SETTINGS[0]
+RESULTS = Path("benchmarks/results/raced_ways_cpu.json")
+BAR = 0.02
+"""Of the fastest way's time: at most so much slower is what `better` picks."""
 FLAT = {"chunk_by": "experts", "dispatch": "all_to_all", "nodes": "off"}
 SAME = {"dispatch_wire": "same", "combine_wire": "same"}
 
@@ -173,3 +177,29 @@ def test_a_setting_is_raced_from_the_layer_and_again_from_the_file(tmp_path):
     assert first.loss <= first.over_best(first.as_asked_ms) and len(written) > first.num_tried
     again = json.loads(written[-1])
     assert run([raced], again, lambda: pytest.fail("something was tried again")) == [first]
+
+
+def test_the_results_are_of_ten_settings_and_keep_the_bar():
+    found = json.loads(RESULTS.read_text())
+    assert found["is_emulated"] and found["command"] and found["machine"]["torch"]
+    assert [row["setting"] for row in found["rows"]] == [one.name for one in SETTINGS]
+    assert found["summary"]["settings"] == len(SETTINGS) == 10
+    for row in found["rows"]:
+        tried = found["settings"][row["setting"]]["ways"]
+        ms = {name: one["seconds"] * 1e3 for name, one in tried.items()}
+        assert row["num_tried"] == len(ms)
+        assert row["best_ms"] == min(ms.values()) and row["picked_ms"] == ms[row["picked"]]
+        assert row["picked_ms"] / row["best_ms"] - 1.0 <= BAR
+
+
+def test_the_page_has_the_figures_of_the_results():
+    page = " ".join(Path("docs/check.md").read_text().split())
+    found = json.loads(RESULTS.read_text())
+    summed, rows = found["summary"], found["rows"]
+    fewest, most = (bound(row["num_tried"] for row in rows) for bound in (min, max))
+    assert f"{fewest} to {most} ways" in page
+    assert f"at most {summed['largest_loss']:.1%} slower" in page
+    assert f"planner alone was {summed['largest_loss_of_auto']:.1%} slower" in page
+    assert f"fastest prediction {summed['largest_loss_by_prediction']:.1%}" in page
+    assert f"{summed['noisy_within_2_percent']} of {summed['noisy_races']} races" in page
+    assert f"the largest loss is {summed['largest_noisy_loss']:.1%}" in page
