@@ -70,7 +70,10 @@ def test_auto_chooses_no_sums_that_round_otherwise_unless_numerics_allows_it(
     assert any(map(is_all_to_all, graph.nodes))
     left = plan.left["dispatch"]
     assert left.reason is Reason.ROUNDS and not plan.decision.gathers
-    assert left.detail == "by a known bound: megamoe.numerics = 'bounded' allows it"
+    assert (
+        left.detail
+        == "the difference has a known bound, and megamoe.numerics = 'bounded' allows it"
+    )
     assert any("gathered" in str(way.candidate) for way in plan.decision.advice)
     _, named, _ = run(fake_ranks, numerics="exact", dispatch="all_gather")
     assert named.plan.gathers and not named.rounding.is_bitwise
@@ -134,7 +137,8 @@ def test_without_a_known_bound_auto_keeps_the_all_to_all(fake_ranks):
     _, plan, _ = run(fake_ranks, style=TwiceTheFirst)
     left = plan.left["dispatch"]
     assert left.reason is Reason.ROUNDS
-    assert left.detail.startswith("by no known bound: megamoe.numerics = 'lossy' allows it; how")
+    allowed = "the difference has no known bound, and megamoe.numerics = 'lossy' allows it; how"
+    assert left.detail.startswith(allowed)
     assert not plan.decision.gathers
     _, asked, _ = run(fake_ranks, style=TwiceTheFirst, dispatch="all_gather")
     assert asked.plan.gathers and asked.rounding.bound_eps is None
