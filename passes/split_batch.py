@@ -135,7 +135,7 @@ def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None
             if sizes != [expression_of(numbers.size(n)) for n in split.sizes(dims, share)]:
                 raise Left(
                     Reason.BATCH_LOST,
-                    f"{operator_at(node)} has sizes in a part of the batch that do not follow "
+                    f"in a part of the batch {operator_at(node)} has sizes that do not follow "
                     f"from the part's share: {sizes}",
                 )
 

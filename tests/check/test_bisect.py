@@ -263,8 +263,8 @@ def test_blocks_that_are_wrong_together_alone_are_said():
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ([], "write either a job's file, or -- and"),
-        (["job.toml", "--", "python"], "write either a job's file"),
+        ([], "write either the path of a job, or -- and"),
+        (["job.toml", "--", "python"], "write either the path of a job"),
         (["--training.steps=3", "--", "python"], "write '--training.steps=3' after --"),
         (["--slow", "--", "python"], "--slow works for torchtitan jobs"),
         (["deepseek_v3_debug_cpu", "--slow", "--megamoe.codegen=fx"], "leave one of the two out"),

@@ -213,14 +213,14 @@ def test_a_script_imports_what_lies_beside_it(tmp_path, monkeypatch):
     [
         (["none.py:f"], "none.py: No such file"),
         (["a.py"], "a.py is a script: write a.py:make_step, to name the function"),
-        (["a.py:make_steps"], "a.py has no function 'make_steps'; its functions are make_step"),
+        (["a.py:make_steps"], "a.py has no function 'make_steps'; the script has make_step"),
         (["wrong.py:f"], "wrong.py is not Python"),
         (["a.py:make_step", "--layers", "2"], "--layers works for torchtitan jobs only"),
         (["a.py:make_step", "--training.steps", "2"], "for a script only flags of megamoe work"),
         (["a.py:make_step", "--megamoe.chunk", "2"], "--megamoe.chunk: megamoe has no option"),
-        (["a.py:make_step", "--megamoe.chunks"], "--megamoe.chunks: write its value behind it"),
+        (["a.py:make_step", "--megamoe.chunks"], "--megamoe.chunks: write a value after this flag"),
         (["a.py:make_step", "--megamoe.chunks", "0"], "megamoe.chunks is 0; write"),
-        (["a.py:make_step", "--write", "--sections=better"], "write them into its options"),
+        (["a.py:make_step", "--write", "--sections=better"], "write these options into the"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, monkeypatch, capsys, words, wanted):

@@ -526,7 +526,7 @@ def test_a_run_that_lacks_memory_names_the_keys_to_lower(tmp_path, capsys, monke
     assert main(["train", job, "--megamoe.max_memory_increase", "0.1"]) == 1
     said, ours, of_job, last = capsys.readouterr().err.splitlines()[-4:]
     assert said == f"megamoe: rank 1: {error}"
-    assert "max_memory_increase = 0.1 lets the schedule hold that share more" in ours
+    assert "max_memory_increase = 0.1 lets the schedule use that share more" in ours
     assert "training.local_batch_size" in of_job and last.startswith("megamoe: the job failed")
     assert main(["train", job, "--compile.backend", "inductor"]) == 1
     assert "max_memory_increase" not in capsys.readouterr().err
@@ -559,7 +559,8 @@ def test_a_run_that_filled_its_disk_says_so_and_shows_no_tables(tmp_path, capsys
     assert "job.dump_folder = 'outputs' cannot be written: " in disk
     assert "takes no file (File too large)" in disk
     assert said.out.splitlines() == [
-        "megamoe: what was compiled before the job failed as JSON: outputs/report.json"
+        "megamoe: the report on what was compiled before the job failed, as JSON: "
+        "outputs/report.json"
     ]
 
 
