@@ -42,8 +42,8 @@ from passes.replay.batch_parts import Parts, emit_parts, part_sizes
 BATCH: Final = "the batch"
 """Name of the one candidate."""
 BOUND: Final = (
-    "a parameter's gradient is the sum over parts, off by at most its number of terms times eps "
-    "times the sum of their magnitudes"
+    "a parameter's gradient is a sum over parts, and differs by at most its number of terms times "
+    "eps times the sum of the magnitudes of these terms"
 )
 
 
@@ -119,7 +119,7 @@ def _store_values(new: Sequence[fx.Node], split: BatchSplit, parts: Parts) -> No
     try:
         store_values(new, fake, copies)
     except UNTRACEABLE as error:
-        raise Left(Reason.BATCH_LOST, f"a part does not run: {error}") from error
+        raise Left(Reason.BATCH_LOST, f"one part of the batch does not run: {error}") from error
 
 
 def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None:
@@ -163,7 +163,9 @@ def _check(graph: fx.Graph, split: BatchSplit, parts: Parts, shares: Sequence[in
             region = regions.get(env[one.region.dispatch])
             found = None if region is None else read_token_rows(region)
             if not isinstance(found, TokenRows):
-                raise ContractViolation(f"{one.region.name} is none in a part: {found}")
+                raise ContractViolation(
+                    f"{one.region.name} is not a region in a part of the batch: {found}"
+                )
             if found.part != split.tokens_of(one.share, share):
                 raise ContractViolation(f"{one.region.name} has rows of {found.part} in a part")
             for whole, part in _pairs(one.found, found):

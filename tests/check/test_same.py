@@ -193,9 +193,10 @@ REGION = {"remarks": (), "dispatch": "all_to_all"}
         ({"nodes": "rounded"}, {}, ('nodes = "rounded"',)),
         ({"combine_wire": "fp8_forward"}, {}, ("rows in eight bits",)),
         ({}, {"dispatch": "all_gather"}, ('dispatch = "all_gather"',)),
-        ({}, {"remarks": ("last bits may differ: a CPU may round a row by where it lies in memory "
-                          "(mm)", "planned")},
-         ("last bits may differ: a CPU may round a row by where it lies in memory (mm)",)),
+        ({}, {"remarks": ("last bits may differ: a CPU may round a row differently depending on "
+            "its address in memory (mm)", "planned")},
+         ("last bits may differ: a CPU may round a row differently depending on its address in "
+             "memory (mm)",)),
     ],
 )  # fmt: skip
 def test_what_leaves_bits_open_is_said(options, region, wanted):

@@ -132,7 +132,7 @@ def test_what_is_predicted_to_take_longer_is_skipped(with_it, pays):
     assert after.has_work == pays
     if not pays:
         assert result.skipped[-1].reason is Reason.BY_PRICE
-        assert f"{with_it} us predicted, 2.0 us without" in result.skipped[-1].detail
+        assert f"predicted {with_it} us with it, 2.0 us without" in result.skipped[-1].detail
 
 
 def test_there_is_no_price_where_ranks_might_have_others():
