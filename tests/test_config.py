@@ -43,7 +43,7 @@ def test_a_budget_of_the_environment_is_a_share_or_bytes(text, budget):
     ("options", "message"),
     [
         ({"chunk": 2}, "no option 'chunk'. Did you mean 'chunks'?"),
-        ({"dispatch_padding": "worst"}, "'dispatch_padding' any more; leave it out"),
+        ({"dispatch_padding": "worst"}, "'dispatch_padding' any more; leave the option out"),
         ({"chunks": 0}, 'write "auto" or a whole number of at least 1'),
         ({"chunks": True}, "megamoe.chunks is True"),
         ({"codegen": "inducto"}, "Did you mean 'inductor'?"),

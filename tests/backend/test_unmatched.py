@@ -96,7 +96,7 @@ def test_the_exchange_that_is_spoken_of_is_the_one_whose_place_is_given(fake_ran
     with caplog.at_level(logging.WARNING, logger="moe_compile"):
         compile_program(beside_another, fake_ranks)
     (warning,) = warnings_of(caplog)
-    assert " in one_way is left as it is, as others are, and no MoE region" in warning
+    assert " in one_way is left as it is, like others, and no MoE region" in warning
     assert "docs/reasons.md#no_combine" in warning
 
 

@@ -221,8 +221,8 @@ def test_a_command_is_run_without_passes_until_the_culprit_is_known(tmp_path, ca
         "without fold_row_moves",
     ]  # fmt: skip
     said = capsys.readouterr().out
-    assert "right with passes up to rewrite_regions, wrong from fold_row_moves on" in said
-    assert "to go on without it: MEGAMOE_DISABLE_PASSES=fold_row_moves" in said
+    assert "right with passes up to rewrite_regions, and wrong from fold_row_moves on" in said
+    assert "to run without the culprit: MEGAMOE_DISABLE_PASSES=fold_row_moves" in said
 
 
 def test_a_command_that_does_not_end_is_bad(tmp_path):
@@ -250,12 +250,12 @@ def test_passes_left_out_before_stay_so(tmp_path, monkeypatch, capsys):
 def test_blocks_that_are_wrong_together_alone_are_said():
     found = {
         "names": ["a", "b"], "right_up_to": "", "wrong_from": "a", "block": 3, "is_alone": False,
-        "left_out_before": ["c"], "tensor": "the first that differs is x",
+        "left_out_before": ["c"], "tensor": "the first tensor that differs is x",
     }  # fmt: skip
     assert sentences(found) == [
-        "it is right without passes, wrong from a on",
-        "culprit: passes a, b, in blocks 1 to 3 together; the first that differs is x",
-        "to go on without it: --megamoe.disable_passes c,a,b",
+        "values are right without passes, and wrong from a on",
+        "culprit: passes a, b, in blocks 1 to 3 together; the first tensor that differs is x",
+        "to run without the culprit: --megamoe.disable_passes c,a,b",
     ]
     assert sentences({}) == []
 

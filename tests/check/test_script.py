@@ -167,7 +167,7 @@ def test_a_wrong_part_is_named_with_what_to_write(change, wanted):
 def test_what_is_missing_or_compiled_already_is_refused():
     with pytest.raises(InvalidConfig, match="it returned a list; return a dictionary with model"):
         given_by([])
-    with pytest.raises(InvalidConfig, match="it returned no 'step'"):
+    with pytest.raises(InvalidConfig, match="it did not return the key 'step'"):
         given_by({k: v for k, v in returned().items() if k != "step"})
     result = returned()
     result["model"][0].compile(backend="eager")

@@ -371,7 +371,7 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--dry-run", "--nproc", "2"], "write --world 2"),
         (["--world", "2"], "write --nproc 2"),
         (["--compare"], "--compare works with --dry-run only"),
-        (["--megamoe.attention_split", "qkv"], "'attention_split' any more; leave it out"),
+        (["--megamoe.attention_split", "qkv"], "'attention_split' any more; leave the option out"),
         (["--training.steps", "-5"], "training.steps is -5; write 1 or more"),
         (["--training.global_batch_size", "-2"], "write 1 or more, or -1"),
         (["--training.global_batch_size", "24"], "write a multiple of 16"),
