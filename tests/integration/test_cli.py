@@ -387,9 +387,9 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--megamoe.report", "."], "write the name of a file"),
         (["--megamoe.report", "/dev/null"], "it is a device or a pipe"),
         (["--megamoe.report", "job.toml/report.json"], "job.toml is a file"),
-        (["--megamoe.report", "/proc/none/report.json"], "/proc takes no file"),
-        (["--dry-run", "--megamoe.report", "/proc/report.json"], "/proc takes no file"),
-        (["--job.dump_folder", "/proc/outputs"], "/proc takes no file"),
+        (["--megamoe.report", "/proc/none/report.json"], "no file can be written in /proc"),
+        (["--dry-run", "--megamoe.report", "/proc/report.json"], "no file can be written in /proc"),
+        (["--job.dump_folder", "/proc/outputs"], "no file can be written in /proc"),
         (["--checkpoint.enable", "--checkpoint.folder=/proc/c"], "checkpoint.folder = '/proc/c'"),
         (["--metrics.enable_tensorboard", "--metrics.save_tb_folder=/proc/c"], "save_tb_folder = "),
         (["--profiling.enable_memory_snapshot"], "enable_memory_snapshot = false on a CPU"),
@@ -557,7 +557,7 @@ def test_a_run_that_filled_its_disk_says_so_and_shows_no_tables(tmp_path, capsys
     said = capsys.readouterr()
     disk, _ = said.err.splitlines()[-2:]
     assert "job.dump_folder = 'outputs' cannot be written: " in disk
-    assert "takes no file (File too large)" in disk
+    assert "no file can be written in" in disk and "(File too large)" in disk
     assert said.out.splitlines() == [
         "megamoe: the report on what was compiled before the job failed, as JSON: "
         "outputs/report.json"
