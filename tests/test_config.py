@@ -94,7 +94,7 @@ def test_a_wrong_option_says_what_to_write_instead(options, message):
         ("MEGAMOE_CHUNKS", "\u00b2", "megamoe.chunks is"),
         ("MEGAMOE_MAX_MEMORY_INCREASE", "much", "write a number"),
         ("MEGAMOE_OFFLOAD_BUDGET", "half", "MEGAMOE_OFFLOAD_BUDGET is 'half'; write a number"),
-        ("MEGAMOE_ROUTING_SKEW", "-1", "megamoe.routing_skew is -1.0; write 0 for"),
+        ("MEGAMOE_ROUTING_SKEW", "-1", "megamoe.routing_skew is -1.0; write 0 if"),
     ],
 )
 def test_a_wrong_variable_is_named(variable, text, message):

@@ -23,8 +23,7 @@ LOG_WIDTH: Final = 120
 TABLES_FROM: Final = 112
 """Width of the widest table; in fewer columns its cells are cut into pieces."""
 DETAILS: Final = (
-    "For tables of graphs, times and memory, use --verbose or a terminal with at least "
-    f"{TABLES_FROM} columns."
+    f"For tables of graphs, times and memory use --verbose or {TABLES_FROM} columns or more."
 )
 
 

@@ -183,7 +183,7 @@ def test_an_unknown_flag_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["simulate", "--gpu", "8"])
     said = capsys.readouterr().err
-    assert "has no '--gpu'" in said and "--gpus GPUS" in said
+    assert "has no argument '--gpu'" in said and "--gpus GPUS" in said
 
 
 def test_the_doctor_of_a_machine_without_nvml_says_so_and_succeeds(capsys):

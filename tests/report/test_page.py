@@ -86,7 +86,10 @@ def test_a_page_has_each_collective_with_its_verdict_and_each_pass_that_changed_
         assert bool(launch["gain"]) == bool(asks)
     last = forward["launches"][-1]
     assert last["change"] == REMEDIES[Reason.NO_INDEPENDENT_COMPUTE]
-    assert last["gain"] == f"at most {last['alone_us'] / 1e3:.3f} ms, all of it alone now"
+    assert (
+        last["gain"]
+        == f"at most {last['alone_us'] / 1e3:.3f} ms, the time in which it runs alone now"
+    )
     assert [run["name"] for run in forward["runs"]] == [AS_WRITTEN, BEFORE, AFTER]
     steps = {t["graph"]: [step["step"] for step in t["steps"]] for t in data["texts"]}
     assert "rewrite_regions" in steps["dynamo"] and "schedule_exchanges" in steps["forward"]
