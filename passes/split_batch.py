@@ -113,7 +113,7 @@ def _carry_out(graph: fx.Graph, split: BatchSplit, num_parts: int) -> None:
 def _store_values(new: Sequence[fx.Node], split: BatchSplit, parts: Parts) -> None:
     fake = fake_mode_of([value_of(node) for node in split.cut])
     if fake is None:
-        raise ContractViolation("the batch has no tensors that the tracer made")
+        raise ContractViolation("the tensors of the batch were not made by the tracer")
     copies = {copy: node for env in parts.envs for node, copy in env.items()}
     copies |= {new: node for made in (parts.joined, parts.kept) for node, new in made.items()}
     try:

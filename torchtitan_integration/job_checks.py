@@ -375,8 +375,8 @@ def run_faults(job: JobFile, *, on_cpu: bool) -> Iterator[str]:
         yield f"{SNAPSHOT} is true, which needs a GPU; write {SNAPSHOT} = false on a CPU"
     if on_cpu and job.read("checkpoint.async_mode") == "async_with_pinned_mem":
         yield (
-            'checkpoint.async_mode is "async_with_pinned_mem", and memory is pinned for a GPU; '
-            'write checkpoint.async_mode = "async" on a CPU'
+            'checkpoint.async_mode is "async_with_pinned_mem", which pins memory for a GPU; write '
+            'checkpoint.async_mode = "async" on a CPU'
         )
 
 

@@ -205,9 +205,8 @@ RULES: Final = (
         what="replicas without data shards, with TP or PP",
         field="dp_shard",
         instead=lambda x: x.dp_replicate,
-        why="whole replicas use DDP, which torchtitan supports without TP and PP only: gradients "
-        "of TP's parameters would not be reduced, and only some gradients of a pipeline's would "
-        "be",
+        why="whole replicas use DDP, and torchtitan supports DDP only without TP and PP: with TP "
+        "no gradient of a TP parameter would be reduced, and with PP not all gradients would be",
     ),
     Rule(
         holds=lambda x: x.pp > 1 and x.pp_schedule not in SCHEDULES,

@@ -75,7 +75,7 @@ class Reason(enum.Enum):
         Kind.UNPROVEN,
     )
     BATCH_CAPACITY = (
-        "experts with a capacity would drop other rows if the batch ran in parts",
+        "experts with a capacity would drop different rows if the batch ran in parts",
         Kind.UNPROVEN,
     )
     BATCH_TOO_SMALL = "the batch has fewer sequences than parts", Kind.NOT_POSSIBLE
@@ -257,9 +257,9 @@ class Reason(enum.Enum):
         Kind.UNPROVEN,
     )
     TWO_HOPS = (
-        "it is dispatched in two hops: these use torch's collectives, run in parts only if the "
-        "number of parts is set or has a predicted time, and need chunks with the same number of "
-        "experts each",
+        "it is dispatched in two hops, which always use torch's collectives, run in parts only if "
+        "the number of parts is set or has a predicted time, and need chunks with equal numbers "
+        "of experts",
         Kind.NOT_POSSIBLE,
     )
 
@@ -303,7 +303,10 @@ class Reason(enum.Enum):
     READERS = "its result is not read by exactly one wait", Kind.NOT_POSSIBLE
 
     # rows moved once
-    NO_ROW_MOVE = "there is no gather of whole rows that its kernel could also do", Kind.NOT_MEANT
+    NO_ROW_MOVE = (
+        "it has no gather of whole rows beside it that its kernel could do too",
+        Kind.NOT_MEANT,
+    )
 
     # integers of the host
     READ_ALONE = (
@@ -328,7 +331,7 @@ class Reason(enum.Enum):
     # copies to the host
     MEMORY_STAYS = "on the host it would free no memory, or too little", Kind.NO_GAIN
     NO_HOST_COPIES = (
-        "it cannot be copied to pinned host memory and back beside compute",
+        "its tensors cannot be copied to pinned host memory and back while compute runs",
         Kind.NOT_POSSIBLE,
     )
 

@@ -119,8 +119,8 @@ _EXPERTS: Final = {
     Reason.RANDOM: "draw random numbers before the first exchange or after the last",
     Reason.MUTATED_MEANWHILE: "write to the tensor after the result is computed, or write to a "
     "copy",
-    Reason.STATE_CHANGES: "run all of it, exchanges included, in one grad mode and one autocast "
-    "setting, set by `with` statements around it",
+    Reason.STATE_CHANGES: "run the exchanges and everything between them in one grad mode and one "
+    "autocast setting, set by `with` statements around them",
     Reason.GRADIENT_ORDER: "let the other operators read the tensor before the dispatch or after "
     "the combine, or let them read a `.clone()` of the tensor",
     Reason.ESCAPES: "outside, read a value that is computed after the last exchange, or compute "

@@ -54,9 +54,9 @@ REMEDIES: Final = (
     ),
     (
         re.compile("recompile limit"),
-        "keep shapes, dtypes and Python's numbers the same from call to call, or mark what changes "
-        "by torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles says what changed; "
-        "torch._dynamo.config.recompile_limit is the limit",
+        "keep shapes, dtypes and Python's numbers the same from call to call, or mark sizes that "
+        "change by torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles shows the values that "
+        "changed, and the limit is torch._dynamo.config.recompile_limit",
     ),
     (
         re.compile("needs a value of a tensor"),

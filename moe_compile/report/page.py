@@ -198,7 +198,7 @@ def _verdict(launch: Mapping[str, Any], graph: GraphTimeline, reason: Reason | N
     if not graph.is_rewritten:
         return "left where the program launches it: nothing in its graph is rewritten"
     if launch["is_moved"]:
-        return "moved: other compute than before runs beside it"
+        return "moved: it now runs beside other compute than before"
     return reason.said(launch["detail"]) if reason else ""
 
 

@@ -183,12 +183,12 @@ def print_part_shares(rows: Sequence[PartShares], cluster: str, console: Console
         table.add_row(row.model, row.way, row.products, link, *figures)
     console.print(table)
     console.print(
-        f"{NOTE} Figures are of one layer, forward and backward, in % of the same layer with free "
-        "collectives. Each rank has as many sequences as parts. The cost of megamoe's own "
-        "operators is included. blocks: number of layers that are scheduled as one. link: time of "
-        "collectives, in % of compute. limit: the highest figure that any order of the kernels of "
-        "the column before can reach. packed apart: the figure of that column if separate kernels "
-        "packed the rows."
+        f"{NOTE} Figures are in %: the time of one layer, forward and backward, if collectives "
+        "took no time, divided by its time. Each rank has as many sequences as parts. The cost of "
+        "megamoe's own operators is included. blocks: number of layers that are scheduled as one. "
+        "link: time of collectives, in % of compute. limit: the highest figure that any order of "
+        "the kernels of the column before can reach. packed apart: the figure of that column if "
+        "separate kernels packed the rows."
     )
 
 

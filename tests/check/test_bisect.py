@@ -144,7 +144,7 @@ def test_a_form_is_slow_where_its_whole_interval_is_above_inductors(tmp_path, ou
     (row,) = record.data["tried"]
     assert (row["holds"], row["passes"]) == (is_right, ["a", "b", "pin_order"])
     assert verdict_of(AS_ASKED, record) == ("holds" if is_right else "wrong")
-    assert "of Inductor's" in row["found"] and not record.data["failures"]
+    assert "times as long as by Inductor" in row["found"] and not record.data["failures"]
 
 
 class Alone:
@@ -177,7 +177,10 @@ def test_the_pass_by_which_steps_are_slow_is_named(tmp_path, culprit):
     found = team.record.data["culprit"]
     if culprit:
         assert found["names"] == (culprit,) and found["right_up_to"] == "rewrite_regions"
-        assert "a step takes 1.200 (1.200 to 1.200) of Inductor's" in sentences(found)[1]
+        assert (
+            "a step takes 1.200 (1.200 to 1.200) times as long as by Inductor"
+            in sentences(found)[1]
+        )
     else:
         assert found == {"why": NOT_SLOWER}
 

@@ -156,7 +156,7 @@ def of_checkpoints():
         ({"blocks": []}, "write modules of the model that are to be compiled"),
         ({"state": [3]}, "its 'state' has a int; write objects with state_dict"),
         ({"options": 3}, "its 'options' has a int"),
-        ({"optimiser": 3}, "it returned 'optimiser'. Did you mean 'optimizer'"),
+        ({"optimiser": 3}, "it returned the unknown key 'optimiser'. Did you mean 'optimizer'"),
     ],
 )
 def test_a_wrong_part_is_named_with_what_to_write(change, wanted):
