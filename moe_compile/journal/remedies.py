@@ -107,8 +107,8 @@ _EXPERTS: Final = {
     "tokens / experts), not from values of tensors, and compile with static sizes",
     Reason.BY_CAPACITY: "set megamoe.chunk_by = 'experts', and leave megamoe.dispatch, "
     "megamoe.apply_scores and the wire options at their defaults for layers with a capacity",
-    Reason.OUTER_HOP: "nothing: the inner hop runs in chunks; for one exchange in place of the "
-    "two hops, dispatch over one group of all ranks",
+    Reason.OUTER_HOP: "nothing: the inner hop already runs in chunks; if you want one exchange in "
+    "place of the two hops, dispatch over one group of all ranks",
     Reason.TOKENS_GATHERED: "send rows to their experts and back by all-to-alls whose split "
     "sizes come from an exchange of counts; nothing to change if every rank has a part of every "
     "expert",
