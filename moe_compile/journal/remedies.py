@@ -218,9 +218,8 @@ REMEDIES: Final[Mapping[Reason, str]] = {
 
 def allowed_by(numerics: str) -> str:
     """Return which value of the option `numerics` allows what rounds otherwise, as a detail."""
-    is_known = numerics == "bounded"
-    bound = "the difference has a known bound" if is_known else "the difference has no known bound"
-    return f"{bound}, and megamoe.numerics = {numerics!r} allows it"
+    bound = "a known bound" if numerics == "bounded" else "no known bound"
+    return f"the difference has {bound}, and megamoe.numerics = {numerics!r} allows it"
 
 
 def to_do(reason: Reason) -> str:
