@@ -159,9 +159,9 @@ def _capture_host_reads() -> None:
         return
     config.capture_scalar_outputs = True
     LOG.warning(
-        "megamoe: torch._dynamo.config.capture_scalar_outputs was off in thread %r, so that the "
-        "graph which is compiled now ends at the first host read. It is on from here on. To do: "
-        "set it to True where the thread begins",
+        "megamoe: torch._dynamo.config.capture_scalar_outputs was False in thread %r, so the graph "
+        "that is compiled now ends at the first host read. megamoe has set it to True for later "
+        "graphs of this thread. To do: set it to True at the start of the thread",
         threading.current_thread().name,
     )
 
@@ -272,10 +272,10 @@ def _check_groups(state: CompileState) -> None:
 def _log(compilation: Compilation) -> None:
     if off := compilation.settings_off:
         _warn_once(
-            f"megamoe: Inductor's settings {', '.join(off)} are off in graphs with regions, as at "
-            f"{compilation.site}: benchmarks wait for the device while collectives are in flight, "
-            "and CUDA graphs would move these. To do: leave them out, or pass them to "
-            "torch.compile only for what has no collectives"
+            f"megamoe: Inductor's settings {', '.join(off)} are off in graphs with regions, for "
+            f"example at {compilation.site}: benchmarks would wait for the device while "
+            "collectives are in flight, and CUDA graphs would move collectives. To do: leave the "
+            "settings out, or pass them to torch.compile only for code without collectives"
         )
     for warning in compilation.warnings():
         _warn_once(warning)
@@ -309,6 +309,6 @@ def raise_if_strict(journal: Journal, where: str) -> None:
         option, off = f"megamoe.{unmet.option}", OFF[unmet.option][0]
         raise RegionRefused(
             f"{unmet.where or where}: {option} was requested but is not applied to {unmet}. "
-            f"{to_do(unmet.reason)}. Set {option} = {off!r}, or megamoe.strict = False, to run it "
-            "as it is"
+            f"{to_do(unmet.reason)}. Set {option} = {off!r}, or megamoe.strict = False, to run the "
+            "code without this rewrite"
         )

@@ -55,7 +55,7 @@ def _main(arguments: list[str] | None) -> int:
         if known.command == "bisect":
             return bisect(known, overrides, command)
         if overrides:
-            known.own.error(f"it has no {overrides[0]!r}")
+            known.own.error(f"this command has no argument {overrides[0]!r}")
         return int(known.run(known))
     except InvalidConfig as error:
         print(f"megamoe: {error}", file=sys.stderr)  # noqa: T201  (the user's terminal)

@@ -217,7 +217,9 @@ def _other_partitioner(patches: Mapping[str, Any], *, by_price: bool) -> Any:
     if PARTITIONER not in inductor_config.get_config_copy():
         why = f"needs Inductor's {PARTITIONER}, which this torch does not have"
     elif (other := _stood_on(PARTITIONER, patches)) is not None and by_price:
-        why = f"and Inductor's {PARTITIONER} both decide what is kept for the backward pass"
+        why = (
+            f"and Inductor's {PARTITIONER} both decide which tensors are kept for the backward pass"
+        )
     else:
         return other
     raise InvalidConfig(f"megamoe.{option} {why}; write megamoe.{remedy}")
@@ -418,7 +420,9 @@ def trace_both(
     """
     graphs = trace_graphs(gm, example_inputs, state, EVERY_LEVEL)
     if len(graphs) != 2:
-        raise ValueError("nothing in this graph needs a gradient: it has no backward")
+        raise ValueError(
+            "no tensor in this graph needs a gradient, so the graph has no backward pass"
+        )
     return graphs[0], graphs[1]
 
 

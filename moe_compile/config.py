@@ -262,12 +262,14 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Values each closed option takes."""
 RETIRED: Final[Mapping[str, str]] = {
-    "attention_split": "leave it out: projections are computed whole, beside the exchanges of "
-    "attention_chunks",
-    "async_tp": "leave it out: torch._inductor.config._micro_pipeline_tp switches Inductor's async "
-    "TP on, which reorders collectives, so for graphs without experts alone",
-    "dispatch_padding": "leave it out: after an all-gather dispatch there is room for the rows "
-    'that came, as with "exact"; padding ("worst") could make gradients NaN',
+    "attention_split": "leave the option out: megamoe computes each projection as a whole, while "
+    "the exchanges of attention_chunks run",
+    "async_tp": "leave the option out. For Inductor's async TP set "
+    "torch._inductor.config._micro_pipeline_tp, but only if the graphs have no experts, because "
+    "async TP reorders collectives",
+    "dispatch_padding": "leave the option out: after an all-gather dispatch, tensors always have "
+    'room for exactly the rows that came, as "exact" said; padding ("worst") could make '
+    "gradients NaN",
 }
 """Options of earlier versions, and what to write instead."""
 
@@ -358,9 +360,10 @@ def _check_table_only(name: str, value: object) -> None:
 
 
 AMOUNTS: Final = {
-    "max_memory_increase": "a fraction of at least 0, as 0.05",
-    "offload_budget": "a share from 0 to 1, as 0.5, or a whole number of bytes, as 2000000000",
-    "routing_skew": "0 for experts that are chosen evenly, else a number above it, as 0.5",
+    "max_memory_increase": "a fraction of at least 0, 0.05 for example",
+    "offload_budget": "a share from 0 to 1, such as 0.5, or a whole number of bytes, such as "
+    "2000000000",
+    "routing_skew": "0 if experts are chosen evenly, or a larger number, 0.5 for example",
 }
 """What to write of each amount."""
 
@@ -382,13 +385,13 @@ def check_chunk_by(chunk_by: str, slices: object, edges: str) -> None:
     check_number("hop_slices", slices)
     if edges == "load" and chunk_by == "tokens":
         raise InvalidConfig(
-            f'megamoe.chunk_edges is {edges!r}, with chunk_by = "tokens", whose chunks have rows '
-            "of all experts; leave out one of the two"
+            f'megamoe.chunk_edges is {edges!r}, but chunk_by is "tokens", and chunks of tokens '
+            "have rows of all experts; leave out one of the two options"
         )
     if slices not in ("auto", 1) and chunk_by == "tokens":
         raise InvalidConfig(
-            f'megamoe.hop_slices is {slices}, with chunk_by = "tokens"; leave out chunk_by: '
-            "megamoe.chunks then splits the experts, and hop_slices splits hop 1"
+            f'megamoe.hop_slices is {slices}, but chunk_by is "tokens"; leave out chunk_by: then '
+            "megamoe.chunks splits the experts, and hop_slices splits hop 1"
         )
 
 
@@ -397,8 +400,8 @@ def check_apply_scores(apply_scores: str, dispatch: str, nodes: str) -> None:
     for name, value, plain in (("dispatch", dispatch, "all_to_all"), ("nodes", nodes, "off")):
         if apply_scores == "before_down" and value not in (plain, "auto"):
             raise InvalidConfig(
-                f'megamoe.apply_scores is "before_down", with {name} = {value!r}, which sends a '
-                f"token once for several rows, without their scores; leave out {name}, or "
+                f'megamoe.apply_scores is "before_down", but {name} = {value!r} sends a token once '
+                f"for several rows, without the scores of these rows; leave out {name}, or "
                 "apply_scores"
             )
 
@@ -410,7 +413,10 @@ def check_amount(name: str, amount: Any) -> None:
         raise InvalidConfig(f"megamoe.{name} is {amount!r}; write {AMOUNTS[name]}")
 
 
-BUDGET: Final = "a share above 0 and at most 1, as 0.5, or whole bytes per graph, as 2_000_000_000"
+BUDGET: Final = (
+    "a share above 0 and at most 1, such as 0.5, or a whole number of bytes per graph, such as "
+    "2_000_000_000"
+)
 
 
 def check_budget(budget: object, recompute: str) -> None:
@@ -421,8 +427,8 @@ def check_budget(budget: object, recompute: str) -> None:
         raise InvalidConfig(f"megamoe.activation_budget is {budget!r}; write {BUDGET}")
     if budget != 1 and recompute != "price":
         raise InvalidConfig(
-            f"megamoe.activation_budget is {budget!r}, which megamoe.recompute = {recompute!r} "
-            'does not read; write recompute = "price", or leave out activation_budget'
+            f"megamoe.activation_budget is {budget!r}, but megamoe.recompute = {recompute!r} does "
+            'not use a budget; write recompute = "price", or leave out activation_budget'
         )
 
 
@@ -443,27 +449,27 @@ def what_to_lower(config: MegaMoEConfig) -> str:
     told = []
     if config.schedule and config.max_memory_increase > 0:
         told.append(
-            f"max_memory_increase = {config.max_memory_increase} lets the schedule hold that share "
-            "more than the program as written (write 0)"
+            f"max_memory_increase = {config.max_memory_increase} lets the schedule use that share "
+            "more memory than the program as written (write 0)"
         )
     if config.recompute == "save_exchanges":
         told.append(
-            "recompute = 'save_exchanges' keeps received rows that the model computes again (write "
-            "'model', with equal_tokens)"
+            "recompute = 'save_exchanges' keeps received rows, which the model as written computes "
+            "again (write 'model', together with equal_tokens = true)"
         )
     if config.recompute == "price":
         told.append(
-            f"activation_budget = {config.activation_budget} is what recompute = 'price' keeps for "
-            "the backward pass (write less)"
+            f"activation_budget = {config.activation_budget} limits what recompute = 'price' keeps "
+            "for the backward pass (write a smaller budget)"
         )
     if config.dispatch != "all_to_all":
         told.append(
-            f"dispatch = {config.dispatch!r}: an all-gather holds the tokens of all ranks (write "
-            "'all_to_all')"
+            f"dispatch = {config.dispatch!r}: in an all-gather, a rank holds the tokens of all "
+            "ranks (write 'all_to_all')"
         )
     if config.nodes != "off":
         told.append(
-            f"nodes = {config.nodes!r}: two hops hold tokens that reach a node besides its rows "
-            "(write 'off')"
+            f"nodes = {config.nodes!r}: in two hops, a rank holds tokens that reach its node, "
+            "besides its rows (write 'off')"
         )
     return "; ".join(told)

@@ -88,14 +88,16 @@ class AsWritten:
                 compiled = compile_graph(self.gm, self.inputs)
         except Exception as error:  # noqa: BLE001  (whatever a compiler raises)
             LOG.warning(
-                "megamoe: a graph runs node by node: compiling it unchanged failed: %s", error
+                "megamoe: a graph runs operator by operator, because compiling it unchanged "
+                "failed: %s",
+                error,
             )
             return fallback
         if new := sorted(_guards(self.tracing) - self.guards):
             LOG.warning(
                 (
-                    "megamoe: a graph runs node by node: compiled unchanged, it would need more "
-                    "guards: %s"
+                    "megamoe: a graph runs operator by operator, because compiling it unchanged "
+                    "would need more guards: %s"
                 ),
                 new,
             )
@@ -173,7 +175,9 @@ def _add_notes(
 ) -> None:
     """Add to an error of a run which options hold memory, or which ranks did not come."""
     if to_lower and isinstance(error, torch.OutOfMemoryError):
-        error.add_note(f"megamoe: what holds more memory here: {to_lower}")
+        error.add_note(
+            f"megamoe: these options hold more memory than the program as written: {to_lower}"
+        )
     if agreement is not None:
         agreement.name(error, calls)
 
@@ -231,8 +235,9 @@ class _Agreed:
     def _leave_whole(self, agreement: Agreement) -> None:
         if self._compile_whole is None:
             agreement.end(
-                "ranks decided differently in a process group made anew, and what the program was "
-                "before is gone: call torch._dynamo.reset() on all ranks after making the group"
+                "ranks decided differently in a new process group, and megamoe no longer has the "
+                "program as written: call torch._dynamo.reset() on all ranks after you make the "
+                "group"
             )
         self.current = self._compile_whole()
         self._programs = {g: replace(p, plan="") for g, p in self._programs.items()}

@@ -51,10 +51,11 @@ from passes.rewrite import Proposed, Rewrite
 
 OPTION: Final = "apply_scores"
 BOUND: Final = (
-    "each number is off by at most 3 eps + 2 n eps' times the sum of the magnitudes of the n "
-    "products that make it: of a weighted row, of the gradients of scores, of activations and of "
-    "the last weight; eps is that of the rows' type, eps' that of float32, of float64 where rows "
-    "are; gradients behind these carry the differences on"
+    "each number differs by at most (3 eps + 2 n eps') times the sum of the magnitudes of the n "
+    "products that add up to it; this holds for weighted rows and for the gradients of scores, "
+    "activations and the last weight; eps is that of the rows' dtype, eps' that of float32, or of "
+    "float64 if the rows are float64; gradients that are computed from these carry the differences "
+    "on"
 )
 
 
@@ -171,7 +172,9 @@ def _carry_out(form: ScoredRows) -> None:
     _store([node for node in graph.nodes if node not in before], region, ones)
     for factors, rows, times in scaled:
         if shape_of(factors) != [*shape_of(rows)[:-1], 1] or shape_of(times) != shape_of(rows):
-            raise Left(Reason.UNKNOWN_OPERATOR, f"{operator_at(rows)}: no score for each row")
+            raise Left(
+                Reason.UNKNOWN_OPERATOR, f"{operator_at(rows)} does not have one score for each row"
+            )
     erase_unused(form.late)
 
 
@@ -221,8 +224,10 @@ def _store(new: list[fx.Node], region: MoERegion, ones: fx.Node | None) -> None:
     """Give `new` the values of the tracer; ones have no gradient, as counts have none."""
     fake = fake_mode_of([value_of(region.rows)])
     if fake is None:
-        raise Left(Reason.UNKNOWN_OPERATOR, "its tensors are no plain ones")
+        raise Left(Reason.UNKNOWN_OPERATOR, "its tensors were not made by the tracer")
     try:
         store_values(new, fake, {} if ones is None else {ones: region.counts})
     except UNTRACEABLE as error:
-        raise Left(Reason.UNKNOWN_OPERATOR, f"with scores it does not run: {error}") from error
+        raise Left(
+            Reason.UNKNOWN_OPERATOR, f"the experts do not run with scores beside the rows: {error}"
+        ) from error

@@ -125,11 +125,15 @@ def _not_asked(
     if not state.is_backward:
         return _other(launch, "it is in a forward graph")
     if launch not in gradients:
-        return _other(launch, "the forward pass computes it, and it is computed once more")
+        return _other(
+            launch, "the forward pass computes it too, and the backward pass only computes it again"
+        )
     if launch.target is not C10D.reduce_scatter_tensor.default:
         return _left(launch, Reason.COALESCED)
     if group_name(launch) in state.gathered_groups:
-        return _other(launch, "its group gathers tokens: it may be a gradient of these")
+        return _other(
+            launch, "its process group also gathers tokens, so it may reduce a gradient of tokens"
+        )
     return None
 
 

@@ -23,7 +23,7 @@ class Fact(enum.Enum):
 
     WAITS_VISIBLE = "every exchange is a launch and a wait of `_c10d_functional`"
     REGIONS_FOUND = "every MoE region and attention is known, with its proof or its refusal"
-    PLANNED = "it is decided how every region runs"
+    PLANNED = "the plan says how every region runs"
     REWRITTEN = "every region has the form it was planned to have"
     FUNCTIONAL = "no op writes its inputs, but for copies back into graph inputs"
 

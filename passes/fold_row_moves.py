@@ -43,8 +43,8 @@ from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
 SIZE: Final = torch.ops.aten.sym_size.int
-NO_GATHER: Final = "no gather that nothing else reads makes its rows"
-NO_PERMUTATION: Final = "something else than one gather of all its rows reads them"
+NO_GATHER: Final = "its rows do not come from a gather that has no other reader"
+NO_PERMUTATION: Final = "its rows are read by another operator than one gather of all of them"
 
 
 @dataclass(frozen=True)

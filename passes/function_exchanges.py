@@ -220,14 +220,14 @@ def _followed(
 ) -> list[FunctionExchange] | str:
     """Return the exchanges that the results are, or the obstacle."""
     if any(values.obstacle is not None for values in (forward, backward)):
-        return f"{_first_obstacle(forward, backward)} stands in it"
+        return f"{_first_obstacle(forward, backward)} is inside it"
     if function.kwargs.get("non_differentiable_idx") or function.kwargs.get("dirty_idx"):
         return "a result has no gradient, or is an input written in place"
     if any(user.target is not operator.getitem for user in function.users):
-        return "its results are read together"
+        return "one operator reads all of its results together"
     found = _results(forward, {user.args[1] for user in function.users})
     if found is None or len(forward.inputs) != len(inputs_of(function)):
-        return "not every result of its forward is what one collective brought of an input"
+        return "not every result of its forward is the result of one collective on one input"
     if not _is_derivative(found, forward, backward):
         return "its backward is not the derivative of its collective"
     return found
@@ -236,7 +236,7 @@ def _followed(
 def _first_obstacle(forward: BodyValues, backward: BodyValues) -> str:
     where = "forward" if forward.obstacle is not None else "backward"
     node = forward.obstacle if forward.obstacle is not None else backward.obstacle
-    return f"{node} of its {where}"
+    return f"{node} in its {where}"
 
 
 def _results(forward: BodyValues, read: Set[Any]) -> list[FunctionExchange] | None:

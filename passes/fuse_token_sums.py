@@ -37,9 +37,10 @@ from passes.contract import Fact
 from passes.rewrite import Proposed, Rewrite
 
 BOUND: Final = (
-    "each sum is off by at most k eps times the sum of the magnitudes of its k terms, and rounded "
-    "to its type once; each gradient of a weight by D eps times that of its D products; eps is "
-    "that of float32, of float64 where rows or weights are"
+    "each sum differs by at most k eps times the sum of the magnitudes of its k terms, and is "
+    "rounded to its dtype once; each gradient of a weight differs by at most D eps times the sum "
+    "of the magnitudes of its D products; eps is that of float32, or of float64 if rows or weights "
+    "are float64"
 )
 
 

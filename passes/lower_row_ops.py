@@ -69,7 +69,7 @@ def _left(node: fx.Node, state: CompileState) -> Verdict | None:
     assert value is not None
     if not has_kernel(value.device):
         return None
-    detail = "one kernel of ours runs it"
+    detail = "one kernel of megamoe runs it"
     return Verdict(candidate=node.name, reason=Reason.ALREADY_DONE, detail=detail)
 
 

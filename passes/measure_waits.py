@@ -78,7 +78,9 @@ def _what_lacks(state: CompileState) -> str:
         return ""
     if inductor_config.cpp_wrapper:
         return "Inductor's cpp_wrapper is on"
-    return "" if write_measured_waits() else "Inductor's node of a wait is not as expected"
+    if write_measured_waits():
+        return ""
+    return "Inductor's node of a wait does not have the expected form"
 
 
 @functools.cache

@@ -79,7 +79,7 @@ from passes.function_exchanges import (
     replace_function,
 )
 
-VISIBLE: Final = "its launch and its wait stand in the graph"
+VISIBLE: Final = "the graph already has its launch and its wait as nodes"
 
 
 @dataclass(frozen=True)

@@ -187,9 +187,15 @@ def _what_forbids(pairs: Sequence[Pair], both: Partitioned, state: CompileState)
     In graphs that are not to run, tensors on the host stand for those of the profile's device.
     """
     if not pairs:
-        return _left("graph", Reason.ALREADY_DONE, "the backward pass is given no activation")
+        return _left(
+            "graph",
+            Reason.ALREADY_DONE,
+            "the forward pass keeps no activation for the backward pass",
+        )
     if not state.config.schedule:
-        return _left("graph", Reason.NOT_ASKED, "schedule is off: nothing would hide a copy")
+        return _left(
+            "graph", Reason.NOT_ASKED, "megamoe.schedule is off, so no compute would hide a copy"
+        )
     if not state.config.equal_tokens:
         return _left("graph", Reason.TOKENS_MAY_DIFFER)
     if state.hardware.host_link is None:
@@ -223,7 +229,7 @@ def _refused(graph: fx.Graph, both: Partitioned, pairs: Sequence[Pair]) -> Itera
 
 def _why_memory_stays(pair: Pair, *, is_shared: bool) -> str:
     if is_shared or is_view(pair.tensor):
-        return "a result, or another tensor that is kept, has the same memory"
+        return "it shares memory with a result, or with another tensor that is kept"
     if not pair.value.is_contiguous():
         return "it is not contiguous, and its copy would take a buffer on the device"
     if pair.value.numel() * pair.value.element_size() < LEAST_BYTES:
@@ -294,7 +300,10 @@ def _chosen(
             detail = f"offload_budget is used up: {operator_at(one.pair.tensor)}"
             verdicts.append(_left(one.pair.node.name, Reason.NOT_ASKED, detail))
         elif not _are_hidden([*chosen, one], end_us):
-            detail = f"no time of the link is left beside compute for {one.copy_us:.0f} us each way"
+            detail = (
+                "the link to the host has no free time beside compute, and a copy takes "
+                f"{one.copy_us:.0f} us each way"
+            )
             verdicts.append(_left(one.pair.node.name, Reason.BY_PRICE, detail))
         else:
             chosen.append(one)

@@ -19,7 +19,7 @@ from moe_compile.errors import InvalidConfig, nearest
 from passes.rewrite import Rewrite
 from passes.transport import FUNCTIONAL, Functional, Transport
 
-WRITE: Final = "a subclass of {} that needs no arguments, or one made of it"
+WRITE: Final = "a subclass of {} that needs no arguments, or an instance of one"
 
 
 def load_rewrites(
@@ -31,7 +31,7 @@ def load_rewrites(
     """
     for entry in entries:
         if entry.name in taken:
-            raise unusable(entry, "has the name of a pass of megamoe", "another name")
+            raise unusable(entry, "has the same name as a pass of megamoe", "another name")
     found = tuple(_made(entry, Rewrite) for entry in entries)
     for entry, rewrite in zip(entries, found, strict=True):
         if rewrite.is_decided:
@@ -44,7 +44,7 @@ def load_transports(entries: Sequence[EntryPoint]) -> dict[str, Transport]:
     ours = Functional()
     for entry in entries:
         if entry.name == ours.name:
-            raise unusable(entry, "has the name of torch's own transport", "another name")
+            raise unusable(entry, "has the same name as torch's own transport", "another name")
     return {ours.name: ours, **{entry.name: _made(entry, Transport) for entry in entries}}
 
 

@@ -68,7 +68,7 @@ from passes.verify_schedule import VerifySchedule
 from passes.zero_empty_groups import ZeroEmptyGroups
 
 LOG: Final = logging.getLogger("moe_compile.passes")  # under TORCH_LOGS=+moe_compile
-BISECTED: Final = "torch's bisector tries without it"
+BISECTED: Final = "torch's compiler bisector leaves it out of this run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +173,12 @@ def check_order(level: Level) -> None:
     known, names = level.given, set[str]()
     for p in level.passes:
         if late := p.after - names:
-            raise ContractViolation(f"{p.name} is to come after {', '.join(sorted(late))}")
+            raise ContractViolation(f"{p.name} must come after {', '.join(sorted(late))}")
         names.add(p.name)
         if missing := p.requires - known:
-            raise ContractViolation(f"{p.name} needs {_names(missing)}, not yet provided")
+            raise ContractViolation(
+                f"{p.name} needs {_names(missing)}, which no pass before it provides"
+            )
         known = (known - p.invalidates) | p.provides
 
 

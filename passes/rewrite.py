@@ -119,7 +119,7 @@ class Rewrite(GraphPass, Generic[Proposal]):
         times = {"predicted_us_before": before, "predicted_us": after}
         if after <= before * (1.0 + LEAST_LOSS):
             return None, times
-        detail = f"{after} us predicted, {before} us without it"
+        detail = f"predicted {after} us with it, {before} us without it"
         return Verdict(candidate="", reason=Reason.BY_PRICE, detail=detail), times
 
 

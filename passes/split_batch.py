@@ -42,8 +42,8 @@ from passes.replay.batch_parts import Parts, emit_parts, part_sizes
 BATCH: Final = "the batch"
 """Name of the one candidate."""
 BOUND: Final = (
-    "a parameter's gradient is the sum over parts, off by at most its number of terms times eps "
-    "times the sum of their magnitudes"
+    "a parameter's gradient is a sum over parts, and differs by at most its number of terms times "
+    "eps times the sum of the magnitudes of these terms"
 )
 
 
@@ -113,13 +113,13 @@ def _carry_out(graph: fx.Graph, split: BatchSplit, num_parts: int) -> None:
 def _store_values(new: Sequence[fx.Node], split: BatchSplit, parts: Parts) -> None:
     fake = fake_mode_of([value_of(node) for node in split.cut])
     if fake is None:
-        raise ContractViolation("the batch has no tensors that the tracer made")
+        raise ContractViolation("the tensors of the batch were not made by the tracer")
     copies = {copy: node for env in parts.envs for node, copy in env.items()}
     copies |= {new: node for made in (parts.joined, parts.kept) for node, new in made.items()}
     try:
         store_values(new, fake, copies)
     except UNTRACEABLE as error:
-        raise Left(Reason.BATCH_LOST, f"a part does not run: {error}") from error
+        raise Left(Reason.BATCH_LOST, f"one part of the batch does not run: {error}") from error
 
 
 def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None:
@@ -135,7 +135,7 @@ def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None
             if sizes != [expression_of(numbers.size(n)) for n in split.sizes(dims, share)]:
                 raise Left(
                     Reason.BATCH_LOST,
-                    f"{operator_at(node)} has sizes in a part of the batch that do not follow "
+                    f"in a part of the batch {operator_at(node)} has sizes that do not follow "
                     f"from the part's share: {sizes}",
                 )
 
@@ -163,7 +163,9 @@ def _check(graph: fx.Graph, split: BatchSplit, parts: Parts, shares: Sequence[in
             region = regions.get(env[one.region.dispatch])
             found = None if region is None else read_token_rows(region)
             if not isinstance(found, TokenRows):
-                raise ContractViolation(f"{one.region.name} is none in a part: {found}")
+                raise ContractViolation(
+                    f"{one.region.name} is not a region in a part of the batch: {found}"
+                )
             if found.part != split.tokens_of(one.share, share):
                 raise ContractViolation(f"{one.region.name} has rows of {found.part} in a part")
             for whole, part in _pairs(one.found, found):

@@ -214,7 +214,7 @@ class Padded(SplitAttention):
 
 NO_REGION = Reason.NOT_BETWEEN_EXCHANGES
 NOTHING_BACK = (
-    "no even exchange of only its result follows, with nothing but data movement in between"
+    "it is not followed by an even exchange of its result alone, with only data movement in between"
 )
 
 # style -> its reason, and what its detail begins with

@@ -98,7 +98,7 @@ def test_an_operator_with_a_kernel_is_not_written_out(monkeypatch):
     node = graph.call_function(next(iter(REFERENCES)))
     node.meta["val"] = torch.empty(1)
     (verdict,) = LowerRowOps().run(graph, state()).skipped
-    assert verdict.why == "nothing is left to do (one kernel of ours runs it)"
+    assert verdict.why == "nothing is left to do (one kernel of megamoe runs it)"
     (verdict,) = LowerRowOps().run(graph, state(codegen="fx")).skipped
     said = "the options leave it off (codegen = 'fx' runs operators one by one)"
     assert verdict.why == said

@@ -139,7 +139,7 @@ def notes_on(job: JobFile) -> Iterator[str]:
     if layout.model != WITH_BIAS_IN_HF and job.is_true("checkpoint.last_save_in_hf"):
         yield (
             f"checkpoint.last_save_in_hf: safetensors of {layout.model} have no place for the bias "
-            "by which experts are balanced, and without it tokens choose other experts"
+            "that balances experts, and without this bias tokens choose other experts"
         )
     if not job.is_true("compile.enable"):
         yield not_compiled(job)
@@ -201,7 +201,7 @@ def _flag_faults(words: tuple[str, ...], keys: Mapping[str, Kinds]) -> Iterator[
     while left:
         word = left.pop(0)
         if not word.startswith("--"):
-            yield f"{word!r} belongs to no flag: what a flag takes follows it"
+            yield f"{word!r} belongs to no flag: write the value of a flag after the flag"
             continue
         given = left.pop(0) if left and "=" not in word and not left[0].startswith("--") else None
         if fault := _flag_fault(word, given, keys):
@@ -290,8 +290,8 @@ def _check_dataset(job: JobFile, section: str, default: str) -> None:
     is_local = dataset.lower() == "c4_test" and not job.read(f"{section}.dataset_path")
     if is_local and not Path("tests/assets/c4_test").exists():
         raise InvalidConfig(
-            f"{section}.dataset = 'c4_test' is a folder in a checkout of torchtitan, and this "
-            f"folder is no such checkout{instead}"
+            f"{section}.dataset = 'c4_test' is a folder in a checkout of torchtitan, and the "
+            f"current folder is not such a checkout{instead}"
         )
     if job.read("training.dataset") == TEXT:
         return  # it brings a tokenizer
@@ -375,8 +375,8 @@ def run_faults(job: JobFile, *, on_cpu: bool) -> Iterator[str]:
         yield f"{SNAPSHOT} is true, which needs a GPU; write {SNAPSHOT} = false on a CPU"
     if on_cpu and job.read("checkpoint.async_mode") == "async_with_pinned_mem":
         yield (
-            'checkpoint.async_mode is "async_with_pinned_mem", and memory is pinned for a GPU; '
-            'write checkpoint.async_mode = "async" on a CPU'
+            'checkpoint.async_mode is "async_with_pinned_mem", which pins memory for a GPU; write '
+            'checkpoint.async_mode = "async" on a CPU'
         )
 
 
@@ -448,7 +448,10 @@ def _batches(job: JobFile) -> Iterator[str]:
     shards = _number(job, KEYS["dp_shard"]) or -1
     whole = sizes[LOCAL] * shards * degrees["dp_replicate"]
     if sizes[GLOBAL] > 0 and whole > 0 and sizes[GLOBAL] % whole:
-        yield f"{GLOBAL} is {sizes[GLOBAL]}; write a multiple of {whole}, what ranks take at once"
+        yield (
+            f"{GLOBAL} is {sizes[GLOBAL]}; write a multiple of {whole}, the sequences that all "
+            "ranks take at once"
+        )
 
 
 def _names(job: JobFile) -> Iterator[str]:

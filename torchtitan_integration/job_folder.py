@@ -38,7 +38,7 @@ def why_no_file_in(folder: Path) -> str:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return f"{there} takes no file ({error.strerror})"
+        return f"no file can be written in {there} ({error.strerror})"
     return ""
 
 

@@ -175,67 +175,69 @@ RULES: Final = (
         what="models other than " + ", ".join(MODELS),
         field="model",
         instead=lambda _: MODELS[0],
-        why="megamoe lays out torchtitan's MoE models, and a model without experts has no "
-        "exchange to hide",
+        why="the recipe is for torchtitan's MoE models; a model without experts has no exchange to "
+        "hide",
     ),
     Rule(
         holds=lambda x: x.ep > 1 and _has_one_shard(x),
         what="EP without data shards (data_parallel_shard_degree x context_parallel_degree = 1)",
         field="dp_shard",
         instead=lambda x: max(2, x.dp_replicate),
-        why="torchtitan shards experts over a mesh that it only makes for two shards or more",
+        why="torchtitan shards experts over a mesh that it makes only for two or more shards",
     ),
     Rule(
         holds=lambda x: x.ep > 1 and x.etp not in (1, x.tp),
-        what="ETP other than 1 and the TP degree",
+        what="an ETP degree other than 1 or the TP degree",
         field="etp",
         instead=lambda _: 1,
-        why="torchtitan has experts whole (1) or split as everything else is (the TP degree)",
+        why="torchtitan keeps experts whole (1) or splits them like all other weights (the TP "
+        "degree)",
     ),
     Rule(
         holds=lambda x: x.knows_shards and _expert_ranks(x) % x.ep > 0,
         what="an EP degree that does not divide shards x CP x TP / ETP",
         field="ep",
         instead=lambda x: max(d for d in range(1, x.ep) if _expert_ranks(x) % d == 0),
-        why="experts lie on the ranks of these axes",
+        why="experts are distributed over the ranks of these axes",
     ),
     Rule(
         holds=lambda x: x.dp_replicate > 1 and _has_one_shard(x) and x.tp * x.pp > 1,
         what="replicas without data shards, with TP or PP",
         field="dp_shard",
         instead=lambda x: x.dp_replicate,
-        why="whole replicas are DDP, which torchtitan has by itself alone: no gradient of TP's "
-        "parameters would be reduced, and not all of a pipeline's",
+        why="whole replicas use DDP, and torchtitan supports DDP only without TP and PP: with TP "
+        "no gradient of a TP parameter would be reduced, and with PP not all gradients would be",
     ),
     Rule(
         holds=lambda x: x.pp > 1 and x.pp_schedule not in SCHEDULES,
         what="pipeline schedules other than " + ", ".join(SCHEDULES),
         field="pp_schedule",
         instead=lambda _: SCHEDULES[-1],
-        why="its equality with torchtitan is not tested (schedules that split the backward need "
-        "it in two graphs, and megamoe schedules it as one)",
+        why="equal results with torchtitan are not tested (a schedule that splits the backward "
+        "pass needs it in two graphs, and megamoe schedules it as one graph)",
     ),
     Rule(
         holds=lambda x: x.pp > 1 and x.pp_schedule == "1F1B" and x.batch < x.pp * x.microbatch,
         what="1F1B with fewer microbatches than PP ranks",
         field="batch",
         instead=lambda x: x.pp * x.microbatch,
-        why="torch's schedule fills every stage before it runs a backward",
+        why="torch's schedule fills every stage before it runs a backward pass",
     ),
     Rule(
         holds=lambda x: x.pp > 1 and x.model == "gpt_oss",
         what="gpt_oss with PP",
         field="pp",
         instead=lambda _: 1,
-        why="torchtitan's gpt_oss embeds tokens on every stage, and splits in none",
+        why="torchtitan's gpt_oss has no function that splits it into stages, and embeds tokens on "
+        "every stage",
     ),
     Rule(
         holds=lambda x: x.cp > 1 and x.attention == "tensor",
         what="CP other than Ulysses",
         field="attention",
         instead=lambda _: "ulysses",
-        why="torch's ring attention has kernels for CUDA alone, so that its equality with "
-        "torchtitan could not be tested",
+        why="torch's ring attention has kernels for CUDA only, so equal results with torchtitan "
+        "could not be tested",
     ),
     Rule(
         holds=lambda x: x.cp == 1 and x.is_ulysses,
@@ -249,15 +251,15 @@ RULES: Final = (
         what="CP with TP",
         field="tp",
         instead=lambda _: 1,
-        why="Ulysses has each CP rank attend with heads of its own, TP each TP rank, and both at "
-        "once are not tested",
+        why="with Ulysses each CP rank computes heads of its own, with TP each TP rank does, and "
+        "both together are not tested",
     ),
     Rule(
         holds=lambda x: x.cp > 1 and x.pp > 1,
         what="CP with PP",
         field="pp",
         instead=lambda _: 1,
-        why="its equality with torchtitan's FSDP is not tested",
+        why="equal results with torchtitan's FSDP are not tested",
     ),
     Rule(
         holds=lambda x: x.cp > 1 and not _heads_fit(x, x.cp),
@@ -265,22 +267,22 @@ RULES: Final = (
         "nor is divided by them",
         field="cp",
         instead=lambda x: _nearest_cp(x),
-        why="with Ulysses each CP rank attends with an equal share of the model's heads",
+        why="with Ulysses each CP rank computes an equal share of the model's heads",
     ),
     Rule(
         holds=lambda x: x.cp > 1 and x.kernel not in ("", "sdpa"),
         what="CP with FlexAttention or variable lengths",
         field="cp",
         instead=lambda _: 1,
-        why="torchtitan gives a rank the block mask of its own part of the sequence, and with "
-        "Ulysses it attends over the whole of it",
+        why="torchtitan gives each rank the block mask of its own part of the sequence, but with "
+        "Ulysses a rank computes attention over the whole sequence",
     ),
     Rule(
         holds=lambda x: x.exchange != "standard",
         what="DeepEP",
         field="exchange",
         instead=lambda _: "standard",
-        why="its dispatch is one fused kernel which a compiler cannot split",
+        why="DeepEP's dispatch is one fused kernel, which a compiler cannot split",
     ),
     Rule(
         holds=lambda x: x.seq_len % (2 * x.cp * x.tp) > 0,
@@ -294,45 +296,46 @@ RULES: Final = (
         what="asynchronous TP",
         field="async_tp",
         instead=lambda _: False,
-        why="Inductor's pass for it moves collectives that megamoe has put in order",
+        why="Inductor's pass for asynchronous TP moves collectives that megamoe has put in order",
     ),
     Rule(
         holds=lambda x: x.checkpointing == BY_BUDGET and x.recompute not in PRICED,
         what='activation checkpointing by memory budget, with a `recompute` other than "price"',
         field="recompute",
         instead=lambda _: PRICED[0],
-        why='recompute = "price" is what keeps a memory budget',
+        why='only recompute = "price" keeps to a memory budget',
     ),
     Rule(
         holds=lambda x: x.ep > 1 and IN_FP8 in x.converters,
         what=f"{IN_FP8} with EP",
         field="converters",
         instead=lambda x: tuple(name for name in x.converters if name != IN_FP8),
-        why="its backward asserts on the strides of the rows received, and torch cannot trace that "
-        "where their number is known at run time only (torchao 0.15 and 0.16)",
+        why="its backward pass asserts on the strides of the received rows, and torch cannot trace "
+        "this assert if the number of rows is known at run time only (torchao 0.15 and 0.16)",
     ),
     Rule(
         holds=lambda x: x.gradient_wire != "same" and x.reduce_dtype != "float32",
         what="`gradient_wire` with gradients that are not reduced in float32",
         field="reduce_dtype",
         instead=lambda _: "float32",
-        why="gradient_wire rounds float32 gradients once and sums in float32; these are rounded "
-        "before it sees them",
+        why="gradient_wire rounds float32 gradients once and sums in float32; other gradients are "
+        "rounded before gradient_wire gets them",
     ),
     Rule(
         holds=lambda x: x.gradient_wire != "same" and _has_one_shard(x),
         what="`gradient_wire` without FSDP",
         field="gradient_wire",
         instead=lambda _: "same",
-        why="it takes the place of FSDP2's reduce-scatter, and one data shard has none (DDP "
-        "all-reduces)",
+        why="gradient_wire replaces FSDP2's reduce-scatter, and with one data shard there is none "
+        "(DDP all-reduces)",
     ),
     Rule(
         holds=lambda x: x.validates and x.validation_steps == -1 and _data_ranks(x) != 1,
-        what="validation on all there is, with several data ranks",
+        what="validation on the whole data set, with several data ranks",
         field="validation_steps",
         instead=lambda _: 10,
-        why="ranks have unequal numbers of batches, and who has more would wait for the others",
+        why="ranks have different numbers of batches, and a rank with more batches would wait for "
+        "the other ranks without end",
     ),
     Rule(
         holds=lambda x: x.validates and x.validation_seq_len % (2 * x.cp * x.tp) > 0,
@@ -346,14 +349,14 @@ RULES: Final = (
         what="PP with another sequence length in validation",
         field="validation_seq_len",
         instead=lambda x: x.seq_len,
-        why="stages of a pipeline receive tensors of one shape",
+        why="a pipeline stage receives tensors of one shape only",
     ),
     Rule(
         holds=lambda x: x.validates and x.pp > 1 and x.validation_batch != x.batch,
         what="PP with another batch in validation",
         field="validation_batch",
         instead=lambda x: x.batch,
-        why="stages of a pipeline receive tensors of one shape, in as many microbatches",
+        why="a pipeline stage receives tensors of one shape only, in as many microbatches",
     ),
 )
 """All refused layouts."""

@@ -161,7 +161,7 @@ def _connect(group: dist.ProcessGroup, device_type: str) -> None:
     if got.tolist() != (ranks := dist.get_process_group_ranks(group)):
         raise RuntimeError(
             f"megamoe: each of ranks {ranks} sent its number to all of them, and rank "
-            f"{dist.get_rank()} received {got.tolist()}: the links between them are faulty"
+            f"{dist.get_rank()} received {got.tolist()}: the links between these ranks are faulty"
         )
 
 

@@ -43,26 +43,27 @@ def check_resume(job: JobFile) -> None:
     step, last = asked if asked >= 0 else steps[-1], int(job.read("training.steps", 10000))
     whole = step == 0 or _is_whole(job, folder / f"step-{step}")  # of a seed the model is enough
     if not whole or step >= last:
-        anew = f"to start anew write another checkpoint.folder, or remove {folder}"
+        anew = f"to start again from step 1, write another checkpoint.folder, or remove {folder}"
         raise InvalidConfig(_why(job, folder, step, last, is_whole=whole) + f"; {anew}")
 
 
 def _why(job: JobFile, folder: Path, step: int, last: int, *, is_whole: bool) -> str:
     if is_whole:
         return (
-            f"the job is finished: step {step} of training.steps = {last}; to train on write more"
+            f"the job is finished: step {step} of training.steps = {last}; to train on, write a "
+            "larger training.steps"
         )
     found = folder / f"step-{step}"
     goes_on = [n for n in _steps(folder) if n < last and _is_whole(job, folder / f"step-{n}")]
-    said = f"{found} holds the model alone, as the last step of a finished job does"
+    said = f"{found} holds the model only, as the last step of a finished job does"
     if goes_on:
-        said += f"; to train on from before it write checkpoint.load_step = {goes_on[-1]}"
+        said += f"; to train on from an earlier step, write checkpoint.load_step = {goes_on[-1]}"
         said += " and training.steps" if step >= last else ""
     in_hf = "" if (found / METADATA).is_file() else ", checkpoint.initial_load_in_hf = true"
     return (
-        f"{said}; to begin with its weights, at step 1 and with a new optimizer, write checkpoint."
-        f'initial_load_path = "{found}"{in_hf} and another checkpoint.folder (checkpoint.'
-        "last_save_model_only = false keeps all of a last step)"
+        f"{said}; to start at step 1 with these weights and a new optimizer, write "
+        f'checkpoint.initial_load_path = "{found}"{in_hf} and another checkpoint.folder '
+        "(checkpoint.last_save_model_only = false keeps all of a last step)"
     )
 
 
@@ -119,7 +120,7 @@ def _check_initial(job: JobFile) -> None:
         job, Path(path)
     ):
         raise InvalidConfig(
-            f"checkpoint.initial_load_path = {str(path)!r} holds the model alone, as the last step "
+            f"checkpoint.initial_load_path = {str(path)!r} holds the model only, as the last step "
             "of a finished job does; write checkpoint.initial_load_model_only = true"
         )
 

@@ -48,8 +48,8 @@ def check_torchtitan() -> None:
     lacks = [name for name in BUILT_ON if not any((f / name).is_file() for f in folders)]
     if lacks:
         raise InvalidConfig(
-            f"torchtitan {_version()} is installed, which has no torchtitan/{lacks[0]}; the recipe "
-            "extends the train specs of torchtitan 0.2.2 and reads its TOML files. To do: "
+            f"torchtitan {_version()} is installed, and it has no torchtitan/{lacks[0]}; the "
+            "recipe extends the train specs of torchtitan 0.2.2 and reads its TOML files. To do: "
             "pip install 'torchtitan==0.2.2', or compile the blocks of a newer one yourself: "
             "docs/torchtitan.md, torchtitan 0.3"
         )

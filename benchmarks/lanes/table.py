@@ -29,7 +29,7 @@ recipe from the loss in eager mode.
 
 All lanes use Python 3.11. Python 3.12.1 and 3.13.0 compile the sources without a warning (`python
 -W error::SyntaxWarning -m compileall`), but nothing was run on these. `make lint` refuses code that
-3.11 cannot read, and escapes that newer versions warn of.
+3.11 cannot read, and string escapes about which newer versions warn.
 
 """
 

@@ -58,9 +58,10 @@ from moe_compile.proof.kernel_bits import bits
 
 ATTENTION: Final = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
 TENSOR_PARALLEL: Final = (
-    "its heads are sharded by tensor parallelism: gathered before, reduced after"
+    "tensor parallelism shards its heads: tokens are all-gathered before it, and its results are "
+    "reduced after it"
 )
-COMPUTES: Final = "an operator between the exchange and attention is no movement of data"
+COMPUTES: Final = "an operator between the exchange and attention does more than move data"
 
 
 def find_attention(facts: GraphFacts) -> tuple[list[AttentionRegion], dict[fx.Node, Left]]:
@@ -86,7 +87,7 @@ def _region(core: fx.Node, facts: GraphFacts) -> AttentionRegion:
     outward = _outward(core)
     _check_shape(core, operands, entering, outward)
     if any(len(sizes_of(operand)) != 4 for operand in operands):
-        raise Lost("operands without four dimensions")
+        raise Lost("an operand does not have four dimensions")
     exchanges = dependence.in_order({n for found in entering for n in found})
     local = [o for o, found in zip(operands, entering, strict=True) if not found]
     moved = {n for nodes, found in zip(above, entering, strict=True) if found for n in nodes}
@@ -193,7 +194,8 @@ def _check_shape(
             raise no_region(f"{COMPUTES}: {operator_at(operand)}")
     if not outward:
         raise no_region(
-            "no even exchange of only its result follows, with nothing but data movement in between"
+            "it is not followed by an even exchange of its result alone, with only data movement "
+            "in between"
         )
     if not all(is_even_exchange(n) for n in launches):
         raise no_region("an exchange around it is not even")

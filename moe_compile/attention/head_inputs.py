@@ -45,7 +45,7 @@ def heads_read(
     found, position = [], facts.dependence.position
     for source, by in read_from_outside(body).items():
         if position[source] > position[core]:
-            raise Lost(f"{operator_at(source)} is made after the attention")
+            raise Lost(f"{operator_at(source)} is computed after the attention")
         with_heads = _with_heads(tracker, source, head)
         terms = [reader for reader in by if has_gradient(source) and has_gradient(reader)]
         beside = not may_round and not all(map(is_launch, terms))

@@ -117,7 +117,7 @@ def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -
     gets the sizes of the group.
     """
     if any(holds(dim, head) for _, dim in tracker.closed):
-        raise Lost("heads come together on the way")
+        raise Lost("an operator joins heads")
     for node in moves:
         if operator_name(node) == "expand" or not is_movement(node):
             continue
@@ -130,7 +130,7 @@ def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -
             made, given = _share(tracker.dims(node), head), values_moved(node)
         times = argument(node, "repeats") if operator_name(node) == "repeat_interleave" else 1
         if made != times * sum(_share(tracker.dims(source), head) for source in given):
-            raise Lost(f"{operator_at(node)} makes heads of its own")
+            raise Lost(f"{operator_at(node)} changes the number of heads")
 
 
 def _share(dims: Dims, head: Factor) -> int:

@@ -279,7 +279,7 @@ class _Proof:
         if not places:
             return False
         if len(places) > 1 or flat(places[0]).count(self.batch) != 1:
-            raise Lost(f"{operator_at(node)} has the batch in several places")
+            raise Lost(f"{operator_at(node)} has the batch in several dimensions")
         return True
 
     def _check_routed(self, found: Dependents) -> None:
@@ -334,7 +334,7 @@ class _Proof:
         if draws_random(node):
             return Left(Reason.BATCH_RANDOM, operator_at(node))
         if maker_of(node) is not None:
-            return Lost(f"{operator_at(node)} reads the batch for its type alone")
+            return Lost(f"{operator_at(node)} reads only the type of a tensor that has the batch")
         chosen = [split.found.chosen for split, _ in self.regions]
         routing = self.dependence.below([n for n in chosen if n is not None]) - {node}
         before = self.dependence.above([node]) & found.mixed - routing
@@ -406,11 +406,16 @@ def settle_size(size: Any, num_parts: int) -> bool:
         return True
     marks = list(_marks_of(size))
     if any(isinstance(mark, StrictMinMaxConstraint) for mark in marks):
-        raise Left(Reason.BATCH_TOO_SMALL, f"a bound below {least} for {num_parts} parts")
+        raise Left(
+            Reason.BATCH_TOO_SMALL,
+            f"the size is bounded below {least}, the least for {num_parts} parts",
+        )
     if size >= least:
         return True
     if marks:
-        raise Left(Reason.BATCH_TOO_SMALL, f"a size marked as dynamic, below {least}")
+        raise Left(
+            Reason.BATCH_TOO_SMALL, f"the size is marked as dynamic, and its value is below {least}"
+        )
     int(size)  # a guard: the tracer puts the number in the place of the symbol
     return False
 

@@ -61,7 +61,7 @@ def flex_attention(tracker: Tracker, node: fx.Node) -> Dims:
 def _body(code: Any) -> fx.Graph:
     body = body_named(code) if isinstance(code, fx.Node) else None
     if body is None:
-        raise Lost("code of attention is in no graph")
+        raise Lost("the graph does not have the code of attention (a score or mask function)")
     return body.graph
 
 
@@ -76,7 +76,7 @@ def _follow_code(
     query: Any = node.args[0]
     is_known = all(isinstance(one, fx.Node) for one in (query, *buffers))
     if len(given) != 4 + len(buffers) or not is_known:
-        raise Lost(f"{operator_at(node)} runs code with inputs that megamoe does not know")
+        raise Lost(f"{operator_at(node)} runs a function whose inputs megamoe does not know")
     sequence, head, *_ = given
     tensors = dict(zip(given[4:], buffers, strict=True))
     of_sequences, of_heads, *_ = tracker.dims(query)
@@ -127,7 +127,7 @@ Rule = Callable[[Tracker, fx.Node], Dims]
 
 def _by(rule: Rule, tracker: Tracker, node: fx.Node, sources: Sequence[fx.Node]) -> None:
     if any(tensor_of(one) is None for one in sources):
-        raise Lost(f"{operator_at(node)}: a size is not known when compiling")
+        raise Lost(f"{operator_at(node)}: a size is not known at compile time")
     tracker.begin(node, sources)
     tracker.put(node, rule(tracker, node))
 

@@ -28,8 +28,8 @@ class Terms(enum.Enum):
     """Ways in which the values of parts make up the whole's."""
 
     ADDED = "they are added up"
-    BY_SHARE = "they are means, each counts by its share of the batch"
-    BY_TARGETS = "sums are added up, and divided by the weights of all targets"
+    BY_SHARE = "they are means, and each counts by its share of the batch"
+    BY_TARGETS = "their sums are added up, and divided by the sum of the weights of all targets"
 
 
 BY_TARGETS: Final = ("cross_entropy", "nll_loss")

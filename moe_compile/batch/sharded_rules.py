@@ -118,7 +118,7 @@ def _ranks_of(tensor: DTensor) -> Dims:
         if type(placement) is Shard:
             dims[placement.dim % len(dims)].append(Factor(tensor.device_mesh.size(axis)))
         elif placement.is_shard() or not (placement.is_replicate() or placement.is_partial()):
-            raise Lost(f"a tensor is shared as {placement}")
+            raise Lost(f"a DTensor has the placement {placement}")
     return dims
 
 
@@ -129,7 +129,7 @@ def _kept(tracker: Tracker, node: fx.Node) -> Dims:
 def _from_local(tracker: Tracker, node: fx.Node) -> Dims:
     whole, local = dtensor_of(node), node.args[0] if node.args else None
     if whole is None or not isinstance(local, fx.Node) or not node.kwargs.keys() <= MADE_OF:
-        raise Lost(f"{operator_at(node)} is told its sizes")
+        raise Lost(f"{operator_at(node)} is given sizes as arguments")
     pairs = zip(_ranks_of(whole), tracker.dims(local), strict=True)
     return [[*ranks, *own] for ranks, own in pairs]
 
@@ -146,7 +146,7 @@ def _to_local(tracker: Tracker, node: fx.Node) -> Dims:
 def _one_index(tracker: Tracker, node: fx.Node, dim: list[Factor], num_ranks: int) -> list[Factor]:
     """Return the factors of a dimension that one of `num_ranks` ranks has."""
     if size_of(dim) % num_ranks:
-        raise Lost(f"{operator_at(node)} is shared unevenly")
+        raise Lost(f"{operator_at(node)} is sharded unevenly")
     ranks, own = regroup(dim, [num_ranks, size_of(dim) // num_ranks])
     tracker.closed.append((node, ranks))
     return own

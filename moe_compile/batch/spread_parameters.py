@@ -29,7 +29,7 @@ def is_spread(node: fx.Node, tracker: Tracker, batch: Factor) -> bool:
     if not has_gradient(node) or name not in EXPANDS | REPEATS | OTHERS:
         return False
     if name in OTHERS or not _is_outermost(node, tracker, batch):
-        raise Lost(f"{name} repeats a parameter for each index of the batch")
+        raise Lost(f"{name} repeats a parameter once for each index of the batch")
     return True
 
 

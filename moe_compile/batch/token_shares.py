@@ -44,8 +44,8 @@ def find_share(region: MoERegion, found: TokenRows) -> TokenShare | None:
     num_tokens, of_mine = (_rows(node) for node in (found.tokens, chosen))
     if chosen is not None and not (num_tokens and of_mine):
         raise Lost(
-            f"{operator_at(found.tokens)} is divided over ranks, and its size is not known when "
-            "compiling"
+            f"{operator_at(found.tokens)} is divided over ranks, and its size is not known at "
+            "compile time"
         )
     if type(first) is not int or not of_mine or num_tokens % of_mine or first % of_mine:
         raise Left(Reason.BATCH_MIXED, operator_at(found.index))
@@ -88,14 +88,17 @@ def _summing_ranks(region: MoERegion, found: TokenRows, size: int, number: int) 
         if ranks := summed_over(node):
             summing.add(ranks)
         elif not _may_be_done_to_sums(node):
-            raise Left(Reason.BATCH_MIXED, f"{operator_at(node)} of some of the tokens")
+            raise Left(Reason.BATCH_MIXED, f"{operator_at(node)} has only some of the tokens")
     for ranks in summing:
         if len(ranks) != size or ranks.index(dist.get_rank()) != number or len(summing) > 1:
             raise Left(
-                Reason.BATCH_MIXED, f"{operator_at(found.index)} is no share of {len(ranks)}"
+                Reason.BATCH_MIXED,
+                f"{operator_at(found.index)} is not this rank's share of {len(ranks)} equal shares",
             )
     if not summing:
-        raise Left(Reason.BATCH_MIXED, f"{operator_at(found.sums.total)} of some of the tokens")
+        raise Left(
+            Reason.BATCH_MIXED, f"{operator_at(found.sums.total)} has only some of the tokens"
+        )
     return summing.pop()
 
 

@@ -313,7 +313,7 @@ def _num_places(tracker: Tracker, node: fx.Node, experts: Factor) -> int:
     """Return the number of dimensions of `node` with the index of experts; raises inside a join."""
     factors = [factor for dim in tracker.dims(node) for factor in dim]
     if any(f is not experts and holds([f], experts) for f in factors):
-        raise Lost(f"{operator_at(node)} joins several experts with something else")
+        raise Lost(f"{operator_at(node)} joins entries of several experts with other entries")
     return factors.count(experts)
 
 
@@ -352,7 +352,7 @@ def _inputs_to_cut(
             raise Lost(f"{operator_at(source)} has experts in several dimensions")
         if (other := find_later_reader(by, source, facts.dependence)) is not None:
             raise Left(
-                Reason.GRADIENT_ORDER, f"{operator_at(source)} is read by {operator_at(other)} too"
+                Reason.GRADIENT_ORDER, f"{operator_at(source)} is also read by {operator_at(other)}"
             )
         found.append(source)
     return found

@@ -109,7 +109,7 @@ def judge_prediction(name: str, record: Record, found: list[dict[str, Any]]) -> 
     plan = json.dumps([one["plan"] for one in found])
     alike = next((other for other, one in known.items() if one["plan"] == plan), "")
     if alike:
-        record.skip(name, f"does what is done by: {alike}")
+        record.skip(name, f"it makes the same rewrites as: {alike}")
         return
     us = max(one["us"] for one in found)
     record.put(predicted={**known, name: {"us": us, "plan": plan}})
@@ -142,7 +142,7 @@ class Race:
         plan = json.dumps([one["plan"] for one in found])
         alike = next((name for name, other in self.plans.items() if other == plan), "")
         if alike:
-            record.skip(form.name, f"does what is done by: {alike}")
+            record.skip(form.name, f"it makes the same rewrites as: {alike}")
         else:
             self.plans[form.name] = plan
         say(f"better: {form.name}: first step {max(one['first_s'] for one in found):.1f} s")
@@ -211,7 +211,7 @@ def race(team: Team, racers: Racers, forms: Sequence[Form]) -> None:
         is_last = len(names) == 2
         rounds = ROUNDS if is_last else rounds
         team.run(
-            f"{len(names)} ways, {rounds} rounds",
+            f"{len(names)} sets of options, {rounds} rounds",
             partial(racers.in_turn, rounds, names),
             partial(told.judge_rounds, rounds),
         )

@@ -28,12 +28,12 @@ from moe_compile.check.summary import WIDTH, begun
 from moe_compile.check.tables import new_table
 
 CULPRIT: Final = "culprit"
-NOTHING: Final = "nothing differs: megamoe leaves what the program as written leaves"
-NO_END: Final = "it did not come to its end (status {status}): see the logs beside the results"
-GOOD: Final = "the command ends with status 0 as it is: there is nothing to find"
+NOTHING: Final = "nothing differs: megamoe and the program as written give the same results"
+NO_END: Final = "the search did not end (status {status}): see the logs beside the results"
+GOOD: Final = "the command ends with status 0 when no pass is left out: there is nothing to find"
 NO_PASS: Final = (
-    "the command is bad without every pass too. Either no pass is at fault, or the program sets "
-    "megamoe.disable_passes in options=, which wins over the variable"
+    "the command also fails when all passes are left out. Either no pass is at fault, or the "
+    "program sets megamoe.disable_passes in options=, which overrides the environment variable"
 )
 DISABLE: Final = "MEGAMOE_DISABLE_PASSES"
 REPORT: Final = "MEGAMOE_REPORT"

@@ -23,11 +23,13 @@ from moe_compile.check.sections import Record
 from passes.pipeline import LEVELS, outside_rewrites
 
 NO_PASS: Final = (
-    "values are wrong without every pass too: no pass makes them so. Compare with "
+    "values are also wrong when all passes are left out, so no pass is at fault. Compare with "
     '--compile.backend inductor, and run with TORCH_LOGS="+moe_compile"'
 )
-NOT_REPEATED: Final = "the program does not repeat its own bits as written: nothing can be compared"
-OUT_OF_TIME: Final = "the time was over before a pass was found"
+NOT_REPEATED: Final = (
+    "the program as written does not repeat its own bits, so nothing can be compared"
+)
+OUT_OF_TIME: Final = "the time limit ended the search before a pass was found"
 SLACK: Final = 1.5
 """Times the seconds of the wrong form that a trial must have."""
 Finding = Mapping[str, Any]
@@ -160,9 +162,9 @@ def sentences(found: Finding) -> list[str]:
     tensor = f"; {found['tensor']}" if "tensor" in found else ""
     flag = f"{found['variable']}=" if "variable" in found else "--megamoe.disable_passes "
     return [
-        f"it is {right}, wrong from {found['wrong_from']} on",
+        f"values are {right}, and wrong from {found['wrong_from']} on",
         f"culprit: {several} {', '.join(names)}{where}{places}{tensor}",
-        f"to go on without it: {flag}{left_out}",
+        f"to run without the culprit: {flag}{left_out}",
     ]
 
 

@@ -117,7 +117,9 @@ def judge_first(
     if form is AS_ASKED:
         why = next((one["nothing"] for one in found), "")
         is_rewritten = not all(one["nothing"] for one in found)
-        record.expect(is_rewritten, form.name, f"megamoe rewrote nothing to be timed: {why}")
+        record.expect(
+            is_rewritten, form.name, f"megamoe rewrote nothing, so there is nothing to time: {why}"
+        )
     say(f"faster: {form.name}: first step {compiled[form.name]['first_s']:.1f} s")
 
 
@@ -140,7 +142,7 @@ def judge_steps(device: str, record: Record, found: list[dict[str, list[float]]]
             }
         )
         if name == AS_ASKED.name and device == "cuda":
-            why = f"MISSED: a step takes {_said(against)} of {best}'s"
+            why = f"MISSED: a step takes {_said(against)} times as long as by {best}"
             record.expect(against.high < 1.0, name, why)
     record.put(best=best, is_measurement=device == "cuda")
     say("faster: " + ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in medians.items()))

@@ -41,7 +41,7 @@ def check_hardware(team: Team, config: MegaMoEConfig) -> None:
     if team.num_ranks > 1:
         check_links(team, MESSAGE_BYTES[team.device], REPEATS, node_ranks(team.num_ranks))
     elif team.record is not None:
-        team.record.skip("links", "one rank has no link")
+        team.record.skip("links", "one rank alone has no link")
     if team.record is not None:
         record = team.record
         record.attempt(PROFILE, lambda: _write(record, start, team.device))
@@ -65,7 +65,11 @@ def _judge_rates(record: Record, found: list[dict[str, Any]]) -> None:
     """Record a row for each rate; one that is no positive number fails."""
     for path, value in found[0].items():
         numbers = [value] if isinstance(value, float) else [share for _, share in value]
-        record.expect(all(number > 0.0 for number in numbers), path, f"it is {value}")
+        record.expect(
+            all(number > 0.0 for number in numbers),
+            path,
+            f"a rate must be above 0, and it is {value}",
+        )
         record.add_row({"rate": path, "value": value})
     say(f"hardware: {', '.join(f'{k} {v}' for k, v in found[0].items() if type(v) is float)}")
 

@@ -49,11 +49,24 @@ def _culprit(trials: Trials, asked: argparse.Namespace) -> None:
 
 def add_numbers(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that the command hands on to each rank."""
-    parser.add_argument("--steps", type=int, default=3, help="of each form in same")
-    parser.add_argument("--rounds", type=int, default=11, help="of faster, a step of each form")
-    parser.add_argument("--slow", action="store_true", help="search by times")
-    parser.add_argument("--form-s", type=float, default=0.0, help="most seconds of a form; 0: any")
-    parser.add_argument("--layers", type=int, default=0, help="cut the model to its first layers")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="steps of each form in the section same"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=11,
+        help="rounds of the section faster, each with one step of every form",
+    )
+    parser.add_argument(
+        "--slow", action="store_true", help="search by the times of steps, not by their results"
+    )
+    parser.add_argument(
+        "--form-s", type=float, default=0.0, help="time limit of a form in seconds; 0: no limit"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=0, help="run only the model's first N layers; 0: all"
+    )
 
 
 def run_rank(what: str, make: Callable[[list[str], argparse.Namespace], Any]) -> int:

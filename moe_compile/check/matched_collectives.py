@@ -87,8 +87,8 @@ def match(
     window = Window()
     if len(trace.graphs) != len(records):
         window.faults.append(
-            f"the trace has {len(trace.graphs)} runs of compiled graphs with collectives, and "
-            f"{len(records)} ran: no collective can be told from another"
+            f"the trace has {len(trace.graphs)} runs of compiled graphs with collectives, but "
+            f"{len(records)} such graphs ran, so collectives cannot be matched"
         )
         return window
     titles = _titles(records)
@@ -108,7 +108,9 @@ def match(
             continue
         found = [ran.get(id(launch)) for launch in launches]
         if None in found:
-            window.faults.append(f"{title}: {found.count(None)} launches began no collective")
+            window.faults.append(
+                f"{title}: {found.count(None)} launches have no collective in the trace"
+            )
         _add_run(window, title, plan, places, list(zip(launches, found, strict=True)), trace)
     window.faults = list(dict.fromkeys(window.faults))
     return window
@@ -193,7 +195,8 @@ def _fault(plan: _Plan, launches: Sequence[Launch]) -> str:
     there = theirs[number] if number < len(theirs) else "nothing"
     return (
         f"the report has {len(ours)} launches, the trace of this run {len(theirs)}; launch "
-        f"{number + 1} is {ours[number]} in the report and {there} in the trace: not compared"
+        f"{number + 1} is {ours[number]} in the report but {there} in the trace, so they are not "
+        "compared"
     )
 
 

@@ -190,7 +190,7 @@ class Judge:
         record.add_row(row)
         record.expect(row["holds"], form.name, _with_passes(row["found"], row["passes"]))
         if nothing := next((one.nothing for one in found if one.nothing), ""):
-            why = f"megamoe rewrote nothing, so this shows nothing: {nothing}"
+            why = f"megamoe rewrote nothing, so equal results show nothing: {nothing}"
             record.expect(not all(one.nothing for one in found), form.name, why)
         say(f"same: {form.name}: {row['found']}")
 
@@ -216,7 +216,7 @@ class Judge:
         if differs:
             said = told(*differs[0], len(differs))
             if form is not AGAIN and not record.data.get("repeats", True):
-                said += "; as written it does not repeat its own bits either"
+                said += "; the program as written does not repeat its own bits either"
             row["first_difference"] = {"rank": differs[0][0], **asdict(differs[0][1])}
         if not keeps_bits(form) or (row["excuses"] and not is_same):
             why, more = self._by_distance(form, record, found)
@@ -230,23 +230,28 @@ class Judge:
         """Return why a form is too far from the reference, "" where it is not, and its numbers."""
         distances = distances_of([one.squares for one in found])
         reference = record.data.get("reference", AS_WRITTEN.name)
-        said = f"gradients are {distances[ALL]:.2g} from {reference}"
+        said = f"distance of gradients from {reference}: {distances[ALL]:.2g}"
         more: dict[str, Any] = {"distance": distances[ALL], "reference": reference}
         if form is PLAIN:
             record.put(inductor=distances)
             is_number = math.isfinite(distances[ALL])
-            return ("" if is_number else "its gradients are no numbers"), more | {"found": said}
+            return ("" if is_number else "its gradients are NaN or infinite"), more | {
+                "found": said
+            }
         theirs = record.data.get("inductor", {})
         if ALL in theirs:
-            said += f", Inductor's {theirs[ALL]:.2g}"
+            said += f"; Inductor's distance: {theirs[ALL]:.2g}"
         floor = self._floor if theirs else max(self._floor, FLOOR_ALONE)
         most, where = farthest(distances, theirs, floor)
         more |= {"found": said, "share_of_limit": most, "farthest": where}
         if most <= 1.0:
             return "", more
         own = distances[where]
-        beside = f", Inductor's {theirs[where]:.2g}" if where in theirs else ""
-        return f"{where} is {own:.2g} from {reference}{beside}; allowed is {own / most:.2g}", more
+        beside = f", and Inductor's distance is {theirs[where]:.2g}" if where in theirs else ""
+        return (
+            f"the distance of {where} from {reference} is {own:.2g}{beside}; at most "
+            f"{own / most:.2g} is allowed"
+        ), more
 
 
 def distances_of(ranks: Sequence[Squares]) -> dict[str, float]:
@@ -283,9 +288,9 @@ def counted(verdicts: Sequence[str]) -> list[str]:
 def told(rank: int, first: Difference, num_ranks: int) -> str:
     """Return a difference in words."""
     others = f", on {num_ranks} ranks" if num_ranks > 1 else ""
-    later = f"; {first.num_others} later ones differ too" if first.num_others else ""
-    norms = f"its norm is {first.found:.9g}, as written {first.written:.9g}"
-    return f"the first that differs is {first.name} on rank {rank}{others}: {norms}{later}"
+    later = f"; {first.num_others} later tensors differ too" if first.num_others else ""
+    norms = f"its norm is {first.found:.9g}, and {first.written:.9g} as written"
+    return f"the first tensor that differs is {first.name} on rank {rank}{others}: {norms}{later}"
 
 
 def _with_passes(said: str, passes: Sequence[str]) -> str:
@@ -406,6 +411,7 @@ def judge_precise(record: Record, found: list[str]) -> None:
     if why:
         record.put(
             warnings=[
-                f"the model does not run in float64 ({why}): distances are from it as written"
+                f"the model does not run in float64 ({why}): distances are measured from the "
+                "program as written"
             ]
         )

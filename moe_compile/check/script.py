@@ -70,9 +70,13 @@ def given_by(returned: Any) -> Given:
             f"it returned {_kind(returned)}; return a dictionary with {', '.join(KEYS)}"
         )
     if unknown := [key for key in returned if key not in KEYS]:
-        raise InvalidConfig(f"it returned {unknown[0]!r}.{nearest(str(unknown[0]), KEYS)}")
+        raise InvalidConfig(
+            f"it returned the unknown key {unknown[0]!r}.{nearest(str(unknown[0]), KEYS)}"
+        )
     if missing := [key for key in REQUIRED if key not in returned]:
-        raise InvalidConfig(f"it returned no {missing[0]!r}; return {', '.join(REQUIRED)}")
+        raise InvalidConfig(
+            f"it did not return the key {missing[0]!r}; return {', '.join(REQUIRED)}"
+        )
     model, step = returned["model"], returned["step"]
     _expect(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
     _expect(_takes_a_number(step), "step", step, "a function of the step's number")

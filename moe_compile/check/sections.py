@@ -43,7 +43,9 @@ class Record:
         if self.resumes and self.path.exists():
             self.data |= json.loads(self.path.read_text())
         for what in [one for one in self.data["begun"] if one not in self.data["ended"]]:
-            self.fail(what, "its processes ended, or were ended as they did nothing: see the logs")
+            self.fail(
+                what, "its processes ended, or were stopped because they did nothing: see the logs"
+            )
             self.data["ended"].append(what)
         self.write()
 
@@ -173,7 +175,9 @@ def read_arguments(
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--budget-s", type=float, default=budget_s, help="default: %(default)s")
     parser.add_argument(
-        "--again", action="store_true", help="run sections too that FOLDER has passed results of"
+        "--again",
+        action="store_true",
+        help="also run sections that passed before, by the results in FOLDER",
     )
     parser.add_argument("--device", choices=devices, default="cuda")
     known = ",".join(promised)

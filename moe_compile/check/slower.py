@@ -52,7 +52,7 @@ def judge_times(form: Form, record: Record, found: list[dict[str, Any]]) -> None
     said = f"{against.median:.3f} ({against.low:.3f} to {against.high:.3f})"
     row = {
         "form": form.name,
-        "found": f"a step takes {said} of Inductor's",
+        "found": f"a step takes {said} times as long as by Inductor",
         "holds": against.low <= 1.0,
         "passes": sorted({name for one in found for name in one["passes"]}),
         "places": list(dict.fromkeys(place for one in found for place in one["places"])),

@@ -93,12 +93,12 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
         said.append(f"note: {NO_LINK}")
     if summary["layers"]:
         said.append(
-            f"note: only the model's first {summary['layers']} layers ran: what all of them take, "
-            "in time and memory, and how differences add up over depth, is not shown"
+            f"note: only the model's first {summary['layers']} layers ran. The check does not show "
+            "the time and memory of all layers, nor how differences add up over depth"
         )
     said += [
-        f"note: {name} = {value} acts outside of compiled blocks: it is alike in every form, so "
-        "that neither what it changes nor what it gains is shown"
+        f"note: {name} = {value} acts outside of compiled blocks. It is the same in every form, so "
+        "the check shows neither its effect on results nor its gain"
         for name, value in summary["outside"].items()
     ]
     return said
@@ -108,7 +108,9 @@ def _why_not(ended: Mapping[str, Any], section: Section) -> str:
     """Return what to say of a section that did not come to its end, or found a fault."""
     if section.get("is_complete") and section.get("rows"):
         return "DOES NOT HOLD"
-    why = next(iter(ended.get("failures", ())), ended.get("why", "it did not come to its end"))
+    why = next(
+        iter(ended.get("failures", ())), ended.get("why", "the section did not run to its end")
+    )
     return f"OPEN: {why} (status {ended['status']}; what ranks printed is beside the results)"
 
 
@@ -123,15 +125,18 @@ def _says_same(section: Section) -> str:
 
 def _says_faster(section: Section) -> str:
     rows = {row["form"]: row for row in section["rows"]}
-    return f"a step takes {_ratio(rows['megamoe'])} of that by {section['best']}"
+    return f"a step takes {_ratio(rows['megamoe'])} times as long as by {section['best']}"
 
 
 def _says_better(section: Section) -> str:
     if "won" not in section:
-        return "no other way was raced"
-    won = f"{_table(section['won'])} takes {_ratio(section)} of the job as asked"
+        return "no other options were raced"
+    won = (
+        f"a step with {_table(section['won'])} takes {_ratio(section)} times as long as with the "
+        "job's own options"
+    )
     if not section["is_faster"]:
-        return f"the job as asked stays; {won}"
+        return f"the job's own options stay; {won}"
     table = "".join(f"\n  {name} = {json.dumps(v)}" for name, v in section["won"].items())
     return f"{won}\n  [megamoe]{table}"
 
@@ -172,7 +177,13 @@ def _faster(section: Section) -> Table:
 def _better(section: Section) -> Table:
     """Each way once, by what it was found to take in its longest race."""
     table = new_table(
-        "Ways raced, ms", "way", "rounds", "step", "over as asked", "place", "predicted place"
+        "Options raced, ms",
+        "way",
+        "rounds",
+        "step",
+        "over the job's own",
+        "place",
+        "predicted place",
     )
     rows = {row["form"]: row for row in section["rows"]}  # the last of each
     found = sorted(rows.values(), key=lambda row: (-row["rounds"], row["step_s"]))
@@ -201,8 +212,8 @@ def _predicted(name: str, order: list[str], us: Mapping[str, float]) -> str:
 
 
 def _says_hardware(section: Section) -> str:
-    links = ", ".join(said_of_links(section["rows"])) or "one rank has no link"
-    return f'{links}; to plan by what was measured: megamoe.hardware = "{section["profile"]}"'
+    links = ", ".join(said_of_links(section["rows"])) or "one rank alone has no link"
+    return f'{links}; to plan by the measured rates, set megamoe.hardware = "{section["profile"]}"'
 
 
 def _hardware(section: Section) -> Table:

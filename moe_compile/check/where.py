@@ -45,12 +45,14 @@ UNSCHEDULED: Final = WITHOUT["megamoe without schedule"]
 LEAST_PIECES: Final = 8
 """Pieces of compute from which on contention is told."""
 ON_PROCESSORS: Final = (
-    "these are times of processors: collectives run on threads of gloo that need the same cores, "
-    "and begin when such a thread gets one; code of Inductor shows as time in which the host does "
-    "not wait; where FSDP waits, the host is taken to wait while it runs no operator"
+    "these are times on CPUs. gloo runs collectives on threads that need the same cores as "
+    "compute, so a collective begins only when its thread gets a core. Inductor's code counts as "
+    "time in which the host does not wait. In waits of FSDP, the host counts as waiting while it "
+    "runs no operator"
 )
 ON_GPUS: Final = (
-    "a collective's kernel runs from when its rank came to it: waiting for others is in it"
+    "a collective's kernel starts when its own rank comes to the collective, so its time includes "
+    "waiting for other ranks"
 )
 
 
@@ -167,7 +169,7 @@ def _profile(job: Steps, path: Path) -> tuple[list[Mapping[str, Any]], list[floa
 def judge_window(device: str, record: Record, found: list[Found]) -> None:
     """Record a row of each collective; none at all fails."""
     is_rewritten = not all(one.nothing for one in found)
-    why = f"megamoe rewrote nothing to be measured: {found[0].nothing}"
+    why = f"megamoe rewrote nothing, so there is nothing to measure: {found[0].nothing}"
     record.expect(is_rewritten, AS_ASKED.name, why)
     windows = [one.window for one in found]
     faults = dict.fromkeys(

@@ -16,7 +16,10 @@ NEAR: Final = 0.1
 
 def table_of_where(section: Section) -> Table:
     """Return a row of each collective: predicted and measured, total, hidden and exposed."""
-    title = "Collectives, ms: predicted total, hidden, exposed; measured, of the worst rank"
+    title = (
+        "Collectives, ms: total, hidden and exposed time, first predicted, then measured on the "
+        "worst rank"
+    )
     names = ("total", "hidden", "exposed")
     table = new_table(title, "collective", *names, *names, "error", "rank", "explained by")
     table.columns[-1].justify = "left"
@@ -56,11 +59,11 @@ def says_where(section: Section) -> str:
         for who in ("predicted", "measured")
     }
     said = (
-        f"of {len(known)} collectives, each run once, {sums['measured']['exposed_us']:.2f} of "
-        f"{sums['measured']['total_us']:.2f} ms exposed, predicted "
-        f"{sums['predicted']['exposed_us']:.2f} of {sums['predicted']['total_us']:.2f}"
+        f"{len(known)} collectives, each run once, have {sums['measured']['exposed_us']:.2f} of "
+        f"{sums['measured']['total_us']:.2f} ms exposed; predicted were "
+        f"{sums['predicted']['exposed_us']:.2f} of {sums['predicted']['total_us']:.2f} ms"
     )
-    return f"{said}; {rest} have no prediction" if rest else said
+    return f"{said}; {rest} more have no prediction" if rest else said
 
 
 def constants(section: Section) -> Iterator[str]:
@@ -69,26 +72,29 @@ def constants(section: Section) -> Iterator[str]:
         yield f"{link}: {_link(fit)}"
     for graph, ratio in section["compute"].items():
         if abs(ratio - 1.0) > NEAR:
-            yield f"compute of {_short(graph)} takes {ratio:.2g} of the time predicted"
+            yield f"compute of {_short(graph)} takes {ratio:.2g} times the predicted time"
     yield _contention(section)
     if totals := section["all_collectives"]:
         yield (
-            f"all collectives of a step, torch's own too: {totals['exposed_ms']:.2f} ms exposed, "
-            f"{totals['hidden_ms']:.2f} hidden, on the rank with most exposed"
+            f"all collectives of a step, torch's own too: {totals['exposed_ms']:.2f} ms exposed "
+            f"and {totals['hidden_ms']:.2f} ms hidden, on the rank with most exposed time"
         )
     yield (
-        f"a step took {section['step_ms']:.1f} ms, under the profiler "
-        f"{section['profiled_step_ms']:.1f}: its own time is in all of these"
+        f"a step took {section['step_ms']:.1f} ms, and {section['profiled_step_ms']:.1f} ms under "
+        "the profiler: all figures above include the profiler's own time"
     )
     yield section["limits"]
 
 
 def _link(fit: Mapping[str, Any]) -> str:
     rate = fit["gb_per_s"]
-    latency = f"latency {fit['latency_us']:.0f} us, of the profile {fit['planned_latency_us']:.0f}"
-    told = "too fast to be told" if rate is None else f"{rate:.3g} GB/s"
-    said = f"{latency}; {told}, of the profile {fit['planned_gb_per_s']:.3g}"
-    one_size = "; its collectives have one size, which tells one of the two alone"
+    latency = f"latency {fit['latency_us']:.0f} us ({fit['planned_latency_us']:.0f} in the profile)"
+    told = "bandwidth too high to measure" if rate is None else f"{rate:.3g} GB/s"
+    said = f"{latency}; {told} ({fit['planned_gb_per_s']:.3g} in the profile)"
+    one_size = (
+        "; all its collectives have one size, from which only one of latency and bandwidth can be "
+        "told"
+    )
     return said if fit["is_separated"] else said + one_size
 
 
@@ -97,5 +103,5 @@ def _contention(section: Section) -> str:
         return f"compute beside collectives: {section.get('pieces', 0)} pieces, too few to compare"
     return (
         f"compute beside a collective takes {told['median']:.2f} ({told['low']:.2f} to "
-        f"{told['high']:.2f}) of the time of equal compute alone, {told['num_pairs']} pieces"
+        f"{told['high']:.2f}) times as long as equal compute alone, over {told['num_pairs']} pieces"
     )

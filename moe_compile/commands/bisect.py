@@ -26,13 +26,15 @@ def add_bisect(commands: Any) -> None:
     """Add the subcommand."""
     bisect = commands.add_parser(
         NAME,
-        help="find the pass by which a job's values are wrong, or a command fails",
-        description="Find the culprit where megamoe check says that values differ, or a step does "
-        "not end: the job's blocks run without some passes, then in some blocks alone, each time "
-        "half of what is left. Or run a COMMAND again and again without some passes: it is good "
-        "where it ends with status 0 in its time.",
-        epilog="Flags of torchtitan follow the file and win over it. With --megamoe.codegen fx "
-        "nothing is generated, which is fast, and finds all but faults of generated code.",
+        help="find the pass that makes a job's values wrong, or a command fail",
+        description="Find the pass, and the block, that make values differ in megamoe check, or "
+        "that keep a step from ending. Each trial runs the job without some of the passes, later "
+        "with megamoe in some of the blocks only, and halves what is left to search. Or run a "
+        "COMMAND again and again without some of the passes: a run is good if it ends with "
+        "status 0 within its time.",
+        epilog="Flags of torchtitan follow the file and override its keys. With --megamoe.codegen "
+        "fx no code is generated: this is fast, and finds all faults except those of generated "
+        "code.",
         usage="megamoe bisect [-h] [--out FOLDER] [--steps N] [--layers N] [--form-s S] "
         "[--slow] [--budget-s S] [--nproc N] CONFIG [--section.key value ...]\n"
         "       megamoe bisect [--out FOLDER] [--form-s S] -- COMMAND ...",
@@ -43,13 +45,14 @@ def add_bisect(commands: Any) -> None:
     bisect.add_argument(
         "--slow",
         action="store_true",
-        help="find the pass by which steps are slower than Inductor's, by their times in turn",
+        help="find the pass that makes steps slower than Inductor's: time steps of both in turn",
     )
     bisect.add_argument(
         "--form-s",
         type=float,
         default=FORM_S,
-        help="most seconds of a form, or of COMMAND: more counts as wrong; default: %(default)g",
+        help="time limit of one trial of the job or of COMMAND, in seconds; a longer trial counts "
+        "as wrong; default: %(default)g",
     )
 
 
@@ -65,7 +68,7 @@ def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def bisect(known: argparse.Namespace, overrides: list[str], command: list[str]) -> int:
     """Run the subcommand; return the exit status. Raises InvalidConfig."""
     if bool(known.config) == bool(command):
-        raise InvalidConfig("bisect: write either a job's file, or -- and a command")
+        raise InvalidConfig("bisect: write either the path of a job, or -- and a command")
     if command:
         if known.slow:
             raise InvalidConfig(

@@ -22,8 +22,8 @@ from moe_compile.simulator.cluster_tables import new_console
 from torchtitan_integration.job_folder import why_not_written
 
 LINKS: Final = (
-    "One device shows no link: `megamoe check` of a job measures the links between its ranks too, "
-    "and writes FOLDER/measured.toml."
+    "One device alone cannot measure links: `megamoe check` of a job measures the links between "
+    "its ranks too, and writes FOLDER/measured.toml."
 )
 DEVICES: Final = ("auto", "cuda", "cpu")
 
@@ -32,14 +32,14 @@ def add_calibrate(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "calibrate",
-        help="measure this device and write its profile",
-        description="Run small kernels on one device for a minute at most and write a profile "
-        "with the rates measured; links and peaks stay as the profile started from has them. "
-        f"{LINKS}",
+        help="measure this device and write its hardware profile",
+        description="Run small kernels on one device for a minute at most and write a profile with "
+        "the rates measured; links and peak rates are copied from the profile that --start "
+        f"names. {LINKS}",
         allow_abbrev=False,
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="TOML file to write")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="what to measure")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="device to measure")
     parser.add_argument("--start", metavar="PROFILE", help="profile to start from; default: detect")
     parser.set_defaults(run=calibrate)
 
@@ -74,5 +74,7 @@ def calibrate(known: argparse.Namespace) -> int:
     known.out.parent.mkdir(parents=True, exist_ok=True)
     known.out.write_text(dump_sourced(table))
     load_profile(str(known.out))
-    new_console().print(f"{known.out}: measured on {chip}, links from profile {start}. {LINKS}")
+    new_console().print(
+        f"{known.out}: measured on {chip}, links copied from profile {start}. {LINKS}"
+    )
     return 0

@@ -44,18 +44,21 @@ def add_check(commands: Any) -> None:
     """Add the subcommand."""
     check = commands.add_parser(
         "check",
-        help="prove on this machine that a job's results stay, and how much faster it is",
+        help="show on this machine that a job's results stay the same, and how much faster it runs",
         description="Train a few steps of a torchtitan job, or the step that a function of your "
-        "own script returns (docs/check.md), from one start, over the same batches: "
-        "as written, by Inductor, by megamoe, and by megamoe without each thing that it does. "
-        "same: what steps leave, bit for bit or by its distance from float64. faster: the time of "
-        "steps in turn, beside Inductor's best. where: each collective's hidden and exposed time, "
-        "beside the prediction. better, on request: other options raced for the fastest. hardware: "
-        "rates of the device and of links, as a profile. With fewer GPUs than ranks all runs on "
-        "the CPU, where times do not predict those of a cluster.",
-        epilog="Flags of torchtitan follow the file and win over it, as for megamoe train. With "
-        "--megamoe.codegen fx nothing is generated: minutes become seconds, and only same is "
-        "checked. Started by torchrun, each process is one rank.",
+        "own script returns (docs/check.md), in several forms, from one start and over the same "
+        "batches: as written, compiled by Inductor, compiled by megamoe, and by megamoe with one "
+        "rewrite left out at a time. The section same compares losses, gradients and parameters, "
+        "bit for bit or by their distance from float64. faster times steps of megamoe and of "
+        "Inductor's fastest form in turn. where lists each collective's hidden and exposed time, "
+        "beside the prediction. better, on request, races other options for the fastest. "
+        "hardware measures the rates of the device and of links, and writes a profile. With "
+        "fewer GPUs than ranks every form runs on the CPU, and times of a CPU do not predict "
+        "those of a cluster.",
+        epilog="Flags of torchtitan follow the file and override its keys, as for megamoe train. "
+        "With --megamoe.codegen fx no code is generated: the check takes seconds instead of "
+        "minutes, and runs the section same only. If torchrun starts the command, each process "
+        "is one rank.",
         usage="megamoe check [-h] [--out FOLDER] [--sections LIST] [--steps N] [--rounds N] "
         "[--layers N] [--budget-s S] [--nproc N] [--again] [--write] CONFIG "
         "[--section.key value ...]",
@@ -73,25 +76,26 @@ def add_check(commands: Any) -> None:
     check.add_argument(
         "--write",
         action="store_true",
-        help="write the options that better found into CONFIG, where they are faster on GPUs",
+        help="write the options that the section better found into CONFIG, if they are faster on "
+        "GPUs",
     )
-    check.add_argument("--rounds", type=number, default=11, help="rounds of faster, in each a "
-                       "step of every form; default: %(default)s")  # fmt: skip
-    check.add_argument("--again", action="store_true", help="run sections too that passed before")
+    check.add_argument("--rounds", type=number, default=11, help="rounds of the section faster, "
+        "each with one step of every form; default: %(default)s")  # fmt: skip
+    check.add_argument("--again", action="store_true", help="also run sections that passed before")
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, *, folder: str) -> None:
     """Add the arguments of commands that run a job in several forms."""
     parser.add_argument("--out", type=Path, help=f"folder for the results; default: {folder} in "
                         "the job's folder")  # fmt: skip
-    parser.add_argument("--steps", type=number, default=3, help="steps of each form in same; "
-                        "default: %(default)s")  # fmt: skip
-    parser.add_argument("--layers", type=number, default=0, help="run the model's first layers "
-                        "alone")  # fmt: skip
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all; "
-                        "default: %(default)g")  # fmt: skip
+    parser.add_argument("--steps", type=number, default=3, help="steps of each form in the section "
+        "same; default: %(default)s")  # fmt: skip
+    parser.add_argument("--layers", type=number, default=0, help="run only the model's first N "
+        "layers")  # fmt: skip
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="time limit of all "
+        "sections together, in seconds; default: %(default)g")  # fmt: skip
     parser.add_argument("--nproc", metavar="N", type=number, help="ranks to start; default: the "
-                        "product of the TOML's degrees; of a script 1")  # fmt: skip
+        "product of the TOML's degrees; for a script 1")  # fmt: skip
 
 
 def check(known: argparse.Namespace, overrides: list[str]) -> int:
@@ -185,9 +189,9 @@ def _sections(job: CheckedJob, asked: list[str] | None) -> dict[str, float]:
         )
     if not job.generates and (timed := [name for name in GENERATING if name in (asked or ())]):
         raise InvalidConfig(
-            'megamoe.codegen is "fx": no code is generated, so that times would be those of '
-            f"single operators; leave {timed[0]} out of --sections, or megamoe.codegen out of "
-            "the job"
+            'megamoe.codegen is "fx": no code is generated, so times would be those of single '
+            f"operators; leave {timed[0]} out of --sections, or leave megamoe.codegen out of the "
+            "job"
         )
     if not asked and not job.generates:
         _say(

@@ -98,7 +98,8 @@ def _of_script(known: argparse.Namespace, overrides: list[str]) -> CheckedJob:
         folder=Path("outputs", script.path.stem),
         codegen=flags.get("codegen", os.environ.get("MEGAMOE_CODEGEN", "inductor")),
         said=tuple(told),
-        not_written=f"{script.path}, which is a script; write them into its options",
+        not_written=f"{script.path}, which is a script; write these options into the script's "
+        "options=",
     )
 
 

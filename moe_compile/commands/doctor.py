@@ -35,9 +35,10 @@ def add_doctor(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "doctor",
-        help="say what this machine is and what that changes",
-        description="Ask NVML, without changing anything, what this machine's GPUs are; name "
-        "their profile, and say where they differ from it and what to choose then.",
+        help="say which GPUs this machine has, and which options to choose for them",
+        description="Ask NVML which GPUs this machine has. Name the hardware profile that is used "
+        "for them, say how the GPUs differ from this profile, and which options to choose then. "
+        "Nothing on the machine is changed.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -69,7 +70,7 @@ def doctor(known: argparse.Namespace, machine: Machine) -> int:
     for finding in findings:
         console.print(f"- {finding}")
     if machine.devices and not findings:
-        console.print("- this machine matches its profile.")
+        console.print("- this machine's GPUs match the profile.")
     if choices:
         console.print(_choices(choices))
     return 0
@@ -123,7 +124,7 @@ def _or(value: float | None, style: str = "") -> str:
 
 def _print_profile(name: str, console: Console) -> None:
     profile = load_profile(name)
-    console.print(f"Profile: {name}. The compiler counts with")
+    console.print(f"Profile: {name}. The compiler uses these numbers:")
     for name, value, origin in _numbers(profile):
         console.print(f"  {name} {value:g} ({origin})")
 
@@ -158,7 +159,7 @@ NEAR: Final = 0.10
 26.6 GB/s per link where data sheets say 25."""
 WORTH: Final = 0.02
 """Gain below which the simpler of two schedules is chosen."""
-NVLINK_ADVICE: Final = "write a profile with link nvlink of that rate"
+NVLINK_ADVICE: Final = "write a profile whose link nvlink has that rate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,13 +181,16 @@ def find_findings(machine: Machine, profile: ClusterProfile | None) -> tuple[str
     """
     if not machine.devices:
         return (
-            f"{machine.message}: profile cpu is used, training runs on the processor, and "
-            "predicted times say nothing of a GPU.",
+            f"{machine.message}: profile cpu is used, training runs on the CPU, and predicted "
+            "times are not those of a GPU.",
         )
     found = []
     names = sorted({device.name for device in machine.devices})
     if len(names) > 1:
-        found.append(f"different GPUs ({', '.join(names)}): ranks must name one megamoe.hardware.")
+        found.append(
+            f"this machine has different GPUs ({', '.join(names)}): give all ranks the same "
+            "profile in megamoe.hardware."
+        )
     if warning := profile_of_chip(machine.devices[0].name, machine.devices[0].generation).warning:
         found.append(f"{warning}.")
     for device in machine.devices:
@@ -227,10 +231,13 @@ def best_schedule(model: ModelShape, profile: ClusterProfile, wire_bytes: float)
 def _of_device(device: Device) -> list[str]:
     said = []
     if device.is_mig:
-        said.append("MIG is on: a slice has a part of the profile's rates, and no NVLink.")
+        said.append(
+            "MIG is on: a MIG slice reaches only a part of the profile's rates, and has no NVLink."
+        )
     if device.throttling:
         said.append(
-            f"clocks are held down ({', '.join(device.throttling)}): slower than predicted."
+            f"its clocks are held down ({', '.join(device.throttling)}), so it is slower than "
+            "predicted."
         )
     if device.fabric_state in ("not started", "in progress"):
         said.append(f"its NVLink fabric is {device.fabric_state}: NCCL will fail or avoid NVLink.")
@@ -243,18 +250,24 @@ def _of_links(machine: Machine, profile: ClusterProfile) -> list[str]:
     said, rate = [], link_gb_per_s(machine)
     counts = {device.nvlink_count for device in machine.devices}
     if len(counts) > 1:
-        said.append(f"GPUs have {sorted(counts)} NVLinks: the slowest holds up every exchange.")
+        said.append(
+            f"the GPUs have different numbers of NVLinks, {sorted(counts)}: the slowest GPU holds "
+            "up every exchange."
+        )
     cliques = {device.fabric_clique for device in machine.devices}
     if len(cliques) > 1:
         said.append(
-            f"GPUs are in {len(cliques)} fabric cliques: exchanges between them leave NVLink."
+            f"the GPUs are in {len(cliques)} fabric cliques: exchanges between cliques do not use "
+            "NVLink."
         )
     if not rate:
-        said.append("the rate between GPUs is unknown: neither NVLink nor PCIe says.")
-    elif not _is_near(rate, profile.nvlink.gb_per_s):
-        way = "NVLink" if max(counts) else "PCIe, there being no NVLink,"
         said.append(
-            f"{way} has {rate:.0f} GB/s where profile {profile.name} counts "
+            "the rate between GPUs is unknown: NVML reports it neither for NVLink nor for PCIe."
+        )
+    elif not _is_near(rate, profile.nvlink.gb_per_s):
+        way = "NVLink" if max(counts) else "PCIe (there is no NVLink)"
+        said.append(
+            f"{way} has {rate:.0f} GB/s, but profile {profile.name} has "
             f"{profile.nvlink.gb_per_s:.0f}: {NVLINK_ADVICE}."
         )
     return said

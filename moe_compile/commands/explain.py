@@ -28,10 +28,11 @@ def add_explain(commands: Any) -> None:
     parser = commands.add_parser(
         "explain",
         help="say what megamoe does with a job, and write it as a page",
-        description="Trace a torchtitan job on any machine, and train nothing: print which "
-        "exchanges are found, and for the others why not and what to change; then regions, "
-        "collectives, predicted times and memory. Or tell what a job did, from its report.",
-        epilog="Flags of torchtitan follow the file and win over it, as in megamoe train.",
+        description="Trace a torchtitan job on any machine, without training: print which "
+        "exchanges are found, why the others are not, and what to change; then print regions, "
+        "collectives, predicted times and memory. If you give a report instead, print what that "
+        "job did.",
+        epilog="Flags of torchtitan follow the file and override its keys, as for megamoe train.",
         usage="megamoe explain [-h] [--html PATH] [--world N] [--compare] "
         "JOB.toml|RECIPE|REPORT.json [--section.key value ...]",
         allow_abbrev=False,
@@ -43,7 +44,7 @@ def add_explain(commands: Any) -> None:
         "--html",
         metavar="PATH",
         type=_page,
-        help="write a page: timelines and memory before and after, every collective, graphs",
+        help="write an HTML page: timelines and memory before and after, every collective, graphs",
     )
     parser.add_argument(
         "--world", metavar="N", type=int, help="ranks; default: the product of the TOML's degrees"
@@ -51,7 +52,7 @@ def add_explain(commands: Any) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help='show what "auto" would choose for each value of megamoe.numerics too',
+        help='also show what "auto" would choose for each value of megamoe.numerics',
     )
     parser.set_defaults(dry_run=True, nproc=None, verbose=False)
 
@@ -96,7 +97,10 @@ def tell_of_page(report: Mapping[str, Any], page: Path) -> None:
     except OSError as error:
         _say(f"megamoe: the page {page} cannot be written: {error.strerror}")
         return
-    _say(f"megamoe: this report as a page: {page}, for Perfetto: {page.with_suffix(TRACE)}")
+    _say(
+        f"megamoe: this report as a page: {page}; as a trace for Perfetto: "
+        f"{page.with_suffix(TRACE)}"
+    )
 
 
 def tell_of_picture(report: Mapping[str, Any], picture: Path) -> None:

@@ -20,7 +20,8 @@ HEAD: Final = """\
 
 Made from `MegaMoEConfig` in `moe_compile/config.py` by `megamoe options > docs/options.md`.
 
-Of the places where an option may be written the first that has it wins:
+An option may be written in several places. If several of them have it, the
+first in this table wins:
 
 | where | how |
 | --- | --- |
@@ -38,7 +39,8 @@ off in graphs with regions is in [limits.md](limits.md#compilation).
 """
 OPEN: Final[dict[object, str]] = {
     float: "a number of at least 0",
-    int | float: "a share of at most 1, as 0.5, or whole bytes per graph, as 2_000_000_000",
+    int | float: "a share of at most 1, such as 0.5, or a whole number of bytes per graph, such as "
+    "2_000_000_000",
     int | str: '"auto" or a whole number of at least 1',
 }
 

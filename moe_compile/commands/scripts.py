@@ -51,7 +51,7 @@ def find_script(said: str) -> Script:
     names = [*_names(tree.body)]
     if function not in names and "*" not in names:
         defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        there = f"its functions are {listed(function, defined)}" if defined else "it has none"
+        there = f"the script has {listed(function, defined) if defined else 'none'}"
         raise InvalidConfig(f"{name} has no function {function!r}; {there}")
     return Script(path=path.resolve(), function=function)
 
@@ -82,7 +82,7 @@ def flags_of(overrides: Sequence[str]) -> dict[str, Any]:
             )
         if not equals:
             if not words:
-                raise InvalidConfig(f"{flag}: write its value behind it")
+                raise InvalidConfig(f"{flag}: write a value after this flag")
             value = words.pop(0)
         name = flag.removeprefix(start).replace("-", "_")
         check_name(name, where=flag)

@@ -66,12 +66,13 @@ def add_simulate(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
         help="predict training steps on a cluster",
-        description="Predict the step of a mixture-of-experts model on a cluster by formulas, for "
-        "every schedule; or print a table. Where experts are on several nodes schedules of megamoe "
-        "come first: flat, exact and rounded (its option nodes), in chunks of experts, slices of "
-        "tokens, parts of the batch; the others send a row once to a node over both links at "
-        "once. Needs no GPU and no torch.",
-        epilog="What is not given is as in the model's published run.",
+        description="Predict by formulas how long a training step of a mixture-of-experts model "
+        "takes on a cluster, for every schedule; or print a table. If experts are on several "
+        "nodes, schedules of megamoe come first: flat, exact and rounded (values of its option "
+        "nodes), in chunks of experts, slices of tokens or parts of the batch. The other "
+        "schedules send a row once to each node, over both links at once. This command needs no "
+        "GPU and no torch.",
+        epilog="Settings that you leave out are those of the model's published run.",
         allow_abbrev=False,
     )
     parser.add_argument("--model", default="352b", help=f"one of {', '.join(MODELS)}")
@@ -79,10 +80,21 @@ def add_simulate(commands: Any) -> None:
     parser.add_argument("--gpus", type=_numbers, help="for instance 240,480,720")
     for flag, _, text in SETTINGS:
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=text)
-    parser.add_argument("--wire", choices=("bf16", "fp8"), help="rows to experts and back")
-    parser.add_argument("--schedule", type=_words, default=(), help="names as printed, by comma")
-    parser.add_argument("--fit", help='constants of a fit in the profile, or "none"')
-    parser.add_argument("--table", choices=TABLES, help="print this instead")
+    parser.add_argument(
+        "--wire",
+        choices=("bf16", "fp8"),
+        help="number format in which rows travel to experts and back",
+    )
+    parser.add_argument(
+        "--schedule",
+        type=_words,
+        default=(),
+        help="schedules to print, by the names that are printed, separated by commas",
+    )
+    parser.add_argument(
+        "--fit", help='name of the fitted constants of the profile to use, or "none"'
+    )
+    parser.add_argument("--table", choices=TABLES, help="print this table instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--timeline",

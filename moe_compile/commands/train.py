@@ -73,12 +73,12 @@ def add_train(commands: Any) -> None:
     """Add the subcommand."""
     train = commands.add_parser(
         "train",
-        help="train by torchtitan from a TOML file or a recipe",
-        description="Check a torchtitan job, train by it on this machine, one process per "
-        "rank, and print what megamoe did. With fewer GPUs than ranks it trains on the CPU.",
-        epilog="Flags of torchtitan follow the file and win over it: --training.steps 100, "
-        "--megamoe.chunks 4. The report is written into the job's folder, or as megamoe.report "
-        f"says. Recipes: {', '.join(recipes())}.",
+        help="train a torchtitan job from a TOML file or a recipe",
+        description="Check a torchtitan job, train it on this machine with one process per rank, "
+        "and print what megamoe did. With fewer GPUs than ranks the job trains on the CPU.",
+        epilog="Flags of torchtitan follow the file and override its keys: --training.steps 100, "
+        "--megamoe.chunks 4. The report is written into the job's folder, or to the path in "
+        f"megamoe.report. Recipes: {', '.join(recipes())}.",
         usage="megamoe train [-h] [--verbose] [--nproc N | --dry-run [--world N] [--compare]] "
         "CONFIG [--section.key value ...]",
         allow_abbrev=False,
@@ -86,7 +86,7 @@ def add_train(commands: Any) -> None:
     train.add_argument(
         "config",
         metavar="CONFIG",
-        help="torchtitan 0.2.2 job configuration, TOML, or the name of a recipe",
+        help="TOML file of a job for torchtitan 0.2.2, or the name of a recipe",
     )
     train.add_argument(
         "--nproc",
@@ -97,7 +97,7 @@ def add_train(commands: Any) -> None:
     train.add_argument(
         "--verbose",
         action="store_true",
-        help="show all that the rank with the loss prints, and tables",
+        help="print every line of the rank that has the loss, and all tables",
     )
     train.add_argument(
         "--dry-run",
@@ -108,13 +108,13 @@ def add_train(commands: Any) -> None:
         "--world",
         metavar="N",
         type=_ranks,
-        help="ranks of the machine a dry run is for; default: the product of the TOML's degrees",
+        help="number of ranks that a dry run assumes; default: the product of the TOML's degrees",
     )
     train.add_argument(
         "--compare",
         action="store_true",
-        help='in a dry run: show what "auto" would choose for each value of megamoe.numerics '
-        "too, in two to three times as long",
+        help='in a dry run, also show what "auto" would choose for each value of megamoe.numerics; '
+        "the dry run then takes two to three times as long",
     )
     train.set_defaults(html=None)
 
@@ -193,7 +193,9 @@ def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> 
     if output.num_folded and not verbose:
         _say(f"{output.num_folded} lines of the log are folded (--verbose shows them): {latest}")
     if status:
-        cut_off = (f"{fault}; files there may end in the middle" for fault in folder_faults(job))
+        cut_off = (
+            f"{fault}; files in that folder may be incomplete" for fault in folder_faults(job)
+        )
         errors = last_errors(logs)
         for line in (*errors, *cut_off, *_what_to_lower(job, errors)):
             _say(line)
@@ -212,7 +214,7 @@ def _show_report(
         print_report(written, verbose=verbose)
         if ranks := [rank for run in runs_in(logs)[-1:] for rank in read_waits(run)]:
             print_waits(written, ranks, verbose=verbose)
-    what = "what was compiled before the job failed" if has_failed else "this report"
+    what = "the report on what was compiled before the job failed," if has_failed else "this report"
     print(f"megamoe: {what} as JSON: {report}", flush=True)  # noqa: T201  (the user's terminal)
     if not has_failed:
         tell_of_page(written, report.with_suffix(PAGE))
@@ -224,7 +226,9 @@ def _show_report(
 def _unwritten(report: Path) -> str:
     """Return the last line of a run that compiled blocks and left no report."""
     why = why_not_written(report) or "see the warnings above"
-    return f"what was compiled is not known: the report was not written to {report}: {why}"
+    return (
+        f"what megamoe compiled is not known, because the report was not written to {report}: {why}"
+    )
 
 
 def _settings_of_ranks(ranks: int) -> dict[str, str]:
@@ -246,10 +250,10 @@ def _what_to_lower(job: JobFile, errors: Sequence[str]) -> Iterator[str]:
         return
     ours = what_to_lower(options_in(job)) if uses_megamoe(job) else ""
     if ours:
-        yield f"what holds more memory than in the job as written: {ours}"
+        yield f"these options hold more memory than the job as written: {ours}"
     yield (
-        "keys of the job that lower its memory: training.local_batch_size, training.seq_len, "
-        "activation_checkpoint.mode (write 'full'); --dry-run prints what a rank holds"
+        "to lower the memory of the job, change training.local_batch_size, training.seq_len or "
+        "activation_checkpoint.mode (write 'full'); --dry-run prints the memory of each rank"
     )
 
 

@@ -63,7 +63,9 @@ def argument(call: fx.Node, name: str, default: Any = None) -> Any:
     parameters = PARAMETERS[called_name(call)]
     names = {ALSO_CALLED.get(given, given): given for given in call.kwargs}
     if unknown := sorted(names.keys() - set(parameters)):
-        raise Lost(f"{operator_at(call)} is given {', '.join(unknown)}")
+        raise Lost(
+            f"{operator_at(call)} has arguments that megamoe does not know: {', '.join(unknown)}"
+        )
     return argument_of(call, parameters.index(name), names.get(name, name), default)
 
 
@@ -75,7 +77,7 @@ def dim_of(call: fx.Node, num_dims: int, default: int | None = None) -> int:
 def from_left(dim: Any, num_dims: int) -> int:
     """Return a dimension counted from the left."""
     if not isinstance(dim, int):
-        raise Lost("a dimension is not known when compiling")
+        raise Lost("a dimension is not known at compile time")
     return dim % num_dims
 
 
@@ -97,7 +99,7 @@ def joined(call: fx.Node) -> list[fx.Node]:
     """Return the values that `call` concatenates or stacks."""
     parts = argument(call, "tensors")
     if not isinstance(parts, list | tuple) or not all(isinstance(p, fx.Node) for p in parts):
-        raise Lost(f"{operator_at(call)} joins something unknown")
+        raise Lost(f"{operator_at(call)} concatenates or stacks values that megamoe does not know")
     return list(parts)
 
 

@@ -30,7 +30,7 @@ class Factor:
     def split(self, outer: int) -> list[Factor]:
         """Cut into `outer` and the rest, here and wherever it is mentioned."""
         if self.pieces:
-            raise Lost("a view cuts through a concatenation")
+            raise Lost("a view cuts a dimension inside a piece of a concatenation")
         self.parts = [Factor(outer), Factor(self.size // outer)]
         return self.parts
 
@@ -73,7 +73,7 @@ def regroup(factors: Sequence[Factor], sizes: Sequence[int]) -> Dims:
                 todo = flat([inner, *todo])  # the same factor may stand further on
                 left = 1
             else:
-                raise Lost("a view cuts across factors")
+                raise Lost("a view cuts a dimension that it should keep whole")
         dims.append(dim)
     if todo:
         raise Lost("a view has other sizes than its input")
@@ -90,13 +90,13 @@ def unify(left: Sequence[Factor], right: Sequence[Factor], *, prefix: bool = Fal
         if a[0] is not b[0]:
             common = math.gcd(a[0].size, b[0].size)
             if common not in (a[0].size, b[0].size):
-                raise Lost("two dimensions have no common factors")
+                raise Lost("two dimensions cannot be divided into the same factors")
             for factor in (a[0], b[0]):
                 if factor.size != common:
                     factor.split(common)
             a, b = flat(a), flat(b)
             if a[0].pieces or b[0].pieces:
-                raise Lost("a concatenation meets another dimension")
+                raise Lost("a concatenated dimension is combined with another dimension")
             b[0].parts = [a[0]]
             a, b = flat(a), flat(b)  # a renamed factor may stand further on too, in both
         a.pop(0)

@@ -101,7 +101,7 @@ class Flow:
         """Return the factors of a tensor; raises Lost where it is not followed."""
         dims = self.of(tensor).dims
         if dims is None:
-            raise self.lost("reads what is not followed")
+            raise self.lost("reads a tensor whose dimensions could not be traced")
         return [flat(dim) for dim in dims]
 
     def sizes(self, tensor: torch.Tensor) -> list[int]:
@@ -167,7 +167,7 @@ class Call(Operator):
     def from_left(self, dim: Any, num_dims: int) -> int:
         """Return a dimension counted from the left."""
         if not isinstance(dim, int):
-            raise self.lost("works along a dimension that is not known when compiling")
+            raise self.lost("works along a dimension that is not known at compile time")
         return dim % max(num_dims, 1)
 
     def meeting(self, left: list[Factor], right: list[Factor]) -> list[Factor]:

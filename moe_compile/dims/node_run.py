@@ -26,7 +26,7 @@ from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.observation import call, draws_by_schema, fake_mode_of, running_on
 from moe_compile.graph.query import is_launch, operator_at, value_of
 
-NOT_FOLLOWED: Final = "is no operator that factors are followed through"
+NOT_FOLLOWED: Final = "is an operator through which megamoe traces no dimensions"
 AS_ONE: Final = {
     "scaled_dot_product_attention": torch.ops.aten.scaled_dot_product_attention.default
 }

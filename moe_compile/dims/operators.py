@@ -185,7 +185,7 @@ def _sampled(call: Call) -> Each:
     call.close(*others, *weights)
     each = [call.sizes(i) for i in range(len(call.outputs))]
     if any(not sizes or sizes[0] != size_of(first) for sizes in each):
-        raise call.lost("makes tensors of different dimensions")
+        raise call.lost("returns tensors whose first dimensions differ")
     return tuple([first, *([Factor(size)] for size in sizes[1:])] for sizes in each)
 
 
@@ -291,7 +291,7 @@ def _attended(call: Call) -> Each:
 def meet_outer(flow: Flow, each: list[Dims]) -> int:
     """Unify the dimensions that attention treats apart; return their number."""
     if len({len(one) for one in each}) > 1 or len(each[0]) < 3:
-        raise flow.lost("attends over operands of different forms")
+        raise flow.lost("attends over operands with different numbers of dimensions")
     num_outer = len(each[0]) - 2
     for i in range(num_outer):
         for other in each[1:]:

@@ -76,7 +76,7 @@ class SizeNumbers:
             elif self._number_of.get(factor) in self.inputs and power.is_Integer and power > 0:
                 number *= self._number_of[factor] ** int(power)
             else:
-                raise Lost("a size is not known when compiling")
+                raise Lost("a size is not known at compile time")
         return number
 
     def factors(self, number: int) -> tuple[int, list[int]]:

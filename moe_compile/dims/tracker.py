@@ -83,7 +83,7 @@ def sizes_of(node: fx.Node, numbers: SizeNumbers = NO_SYMBOLS) -> list[int]:
     """Return the sizes of the tensor the node makes; raises Lost when one is not known."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor):
-        raise Lost("a size is not known when compiling")
+        raise Lost("a size is not known at compile time")
     return [numbers.product_of(size) for size in value.shape]
 
 
@@ -91,7 +91,7 @@ def cut_dim(node: fx.Node) -> int:
     """Return the dimension a split, a chunk or a concatenation works along, from the left."""
     made = pytree.tree_leaves(value_of(node))
     if not made or not isinstance(made[0], torch.Tensor):
-        raise Lost(f"{operator_at(node)} makes something unknown")
+        raise Lost(f"{operator_at(node)} returns a value that megamoe does not know")
     return dim_of(node, made[0].dim(), default=0)
 
 
@@ -154,7 +154,7 @@ class Tracker(Notes):
     def dims(self, node: fx.Node) -> Dims:
         """Return the factors of `node`; of one that cuts, those of its input."""
         if node not in self:
-            raise Lost(f"{operator_at(node)} was not followed")
+            raise Lost(f"the dimensions of {operator_at(node)} were not traced")
         return [flat(dim) for dim in self._dims[node]]
 
     def pieces_of(self, node: fx.Node) -> list[Dims]:
@@ -200,7 +200,7 @@ class Tracker(Notes):
             wholes = {id(w): w for one in each if (w := flow.whole_of.get(id(one.tensor)))}
             whole = wholes.popitem()[1] if len(wholes) == 1 else whole
         if whole.dims is None:
-            raise Lost(f"{operator_at(node)} makes what is not followed")
+            raise Lost(f"{operator_at(node)} returns a tensor whose dimensions could not be traced")
         self.put(node, whole.dims)
         is_taken = operator_name(node) in ("getitem", "select") and one_index(node) is not None
         self._picked[node] = self._taken(node, whole.picked, sources, is_taken)
@@ -213,7 +213,7 @@ class Tracker(Notes):
         With `instead` the node is given these arguments, all by name.
         """
         if any(tensor_of(one) is None for one in sources):
-            raise Lost(f"{operator_at(node)}: a size is not known when compiling")
+            raise Lost(f"{operator_at(node)}: a size is not known at compile time")
         for source in sources:
             if source not in self:
                 self.start(source)
@@ -221,7 +221,7 @@ class Tracker(Notes):
         with running_under(self._modes[node]):  # autocast chooses the operators that run
             made = run_node(flow, self._given, instead)
         if not results(made):
-            raise Lost(f"{operator_at(node)} makes no tensor")
+            raise Lost(f"{operator_at(node)} returns no tensor")
         return made, flow
 
     def put_several(
@@ -251,17 +251,17 @@ class Tracker(Notes):
         source, index = node.args
         assert isinstance(source, fx.Node)
         if not isinstance(index, int):
-            raise Lost(f"{operator_at(node)} is taken from something unknown")
+            raise Lost(f"{operator_at(node)} is taken by an index that is not an integer")
         dims, picked = self._several[source][index]
         if dims is None:
-            raise Lost(f"{operator_at(node)} is not followed")
+            raise Lost(f"the dimensions of {operator_at(node)} could not be traced")
         self.put(node, dims)
         is_taken = operator_name(source) in CUTS | {"unbind"}
         self._picked[node] = self._taken(node, picked, [source], is_taken)
 
     def _exchanged(self, node: fx.Node) -> Dims:
         if not is_even_exchange(node):
-            raise Lost("an exchange that is not even")
+            raise Lost("an exchange is not even")
         dims, num_ranks = self.dims(moved(node)), len(output_splits(node))
         sent, rest = regroup(dims[0], [num_ranks, size_of(dims[0]) // num_ranks])
         self.sent[node], self.source[node] = sent, Factor(num_ranks)

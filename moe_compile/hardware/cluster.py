@@ -77,7 +77,9 @@ def load_cluster(name: str) -> ClusterProfile:
     compute, links = compute_in(file), links_in(file)
     if compute is None:
         wrong = sorted(set(NUMBERS) - set(file.values["compute"]))
-        raise InvalidConfig(f"{file.path}: [compute] must have {sorted(NUMBERS)}; see {wrong}")
+        raise InvalidConfig(
+            f"{file.path}: [compute] must have the keys {sorted(NUMBERS)}; see {wrong}"
+        )
     try:
         return _cluster(file.values, compute, links)
     except InvalidConfig as error:
@@ -88,7 +90,9 @@ def _cluster(
     values: Mapping[str, Any], compute: Compute, links: Mapping[str, Link]
 ) -> ClusterProfile:
     if set(links) != {NODE, NETWORK}:
-        raise InvalidConfig(f"links are {sorted(links)}; write one nvlink and one network")
+        raise InvalidConfig(
+            f"the links are {sorted(links)}; write one link nvlink and one link network"
+        )
     return ClusterProfile(
         name=values["name"],
         compute=compute,
@@ -103,7 +107,7 @@ def _build(kind: type, table: Mapping[str, Any], where: str) -> Any:
     names = {field.name for field in fields(kind)}
     needed = names if kind is not Fit else set()
     if wrong := sorted((set(table) - names) | (needed - set(table))):
-        raise InvalidConfig(f"[{where}] must have {sorted(names)}; see {wrong}")
+        raise InvalidConfig(f"[{where}] must have the keys {sorted(names)}; see {wrong}")
     for key, value in table.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or value < 0:

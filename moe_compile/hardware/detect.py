@@ -56,15 +56,18 @@ def profile_of_chip(device_name: str, generation: int | None) -> Detected:
     if not start:
         to_do = TO_DO.format(start=STANDS_IN[9])
         return Detected(profile="", warning=f"{why}, and none can stand in for it. {to_do}")
-    why += f": {start} is used for it, whose rates and links may be far from its own"
+    why += (
+        f": {start} is used for it, but the rates and links of this profile may be far from those "
+        "of the GPU"
+    )
     return Detected(profile=start, warning=f"{why}. {TO_DO.format(start=start)}")
 
 
 def _other_board(device_name: str, words: list[str], chip: str) -> str:
     if not OTHER_BOARDS.intersection(words):
         return ""
-    why = f"profile {chip} is used for {device_name!r}, though it is of the chip's board with"
-    return f"{why} NVLink switches: clocks and links are others. {TO_DO.format(start=chip)}"
+    why = f"profile {chip} is used for {device_name!r}, but this profile describes a board with"
+    return f"{why} NVLink switches, which has other clocks and links. {TO_DO.format(start=chip)}"
 
 
 class _Agreed:
@@ -118,5 +121,7 @@ def _without_nvml(torch: Any) -> Detected:
     if torch is None or not torch.cuda.is_available():
         return Detected(profile=NO_GPU)
     name = torch.cuda.get_device_name()
-    why = f"torch runs on {name!r}, which NVML does not show, and profiles are of NVIDIA's GPUs"
+    why = (
+        f"torch runs on {name!r}, which NVML does not show, and all profiles are of GPUs by NVIDIA"
+    )
     return Detected(profile="", warning=f"{why}. {TO_DO.format(start=STANDS_IN[9])}")

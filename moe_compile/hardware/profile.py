@@ -84,8 +84,8 @@ def host_in(file: SourcedFile) -> HostCosts:
         return NO_HOST
     if wrong := sorted(set(NUMBERS) ^ set(table)):
         raise InvalidConfig(
-            f"megamoe.hardware: {file.path}: table {HOST} must have exactly {sorted(NUMBERS)}; "
-            f"see {wrong}"
+            f"megamoe.hardware: {file.path}: table {HOST} must have exactly the keys "
+            f"{sorted(NUMBERS)}; see {wrong}"
         )
     origins = {name: file.origins[f"{HOST}.{name}"] for name in NUMBERS}
     return HostCosts(**{name: float(table[name]) for name in NUMBERS}, origins=origins)
@@ -202,7 +202,8 @@ def load_profile(name: str) -> HardwareProfile:
     wanted = {"name", *RATES}
     if wrong := sorted(wanted ^ (set(file.values) - CLUSTER_TABLES - {HOST, HOST_LINK})):
         raise InvalidConfig(
-            f"megamoe.hardware: {file.path} must have exactly {sorted(wanted)}; see {wrong}"
+            f"megamoe.hardware: {file.path} must have exactly the keys {sorted(wanted)}; see "
+            f"{wrong}"
         )
     links, compute = links_in(file), compute_in(file)
     large = compute.large_tflops / file.values["matmul_tflops"] if compute is not None else 1.0

@@ -68,31 +68,35 @@ class Reason(enum.Enum):
         "no input dimension can be split so that every operator treats the parts independently",
         Kind.UNPROVEN,
     )
-    BATCH_MIXED = "something is computed from several parts of the batch", Kind.UNPROVEN
+    BATCH_MIXED = "a value is computed from several parts of the batch", Kind.UNPROVEN
     BATCH_LOST = "the batch dimension could not be traced through an operator", Kind.UNPROVEN
     BATCH_RANDOM = (
         "it draws random numbers, and parts of the batch would draw different ones",
         Kind.UNPROVEN,
     )
     BATCH_CAPACITY = (
-        "experts with a capacity would drop other rows if the batch ran in parts",
+        "experts with a capacity would drop different rows if the batch ran in parts",
         Kind.UNPROVEN,
     )
     BATCH_TOO_SMALL = "the batch has fewer sequences than parts", Kind.NOT_POSSIBLE
 
     # exchanges that are no dispatch
     EVEN_SPLITS = (
-        "its split sizes are static, and no experts with weights of their own follow",
+        "its split sizes are static, and it is not followed by experts with their own weights",
         Kind.NOT_MEANT,
     )
     NO_ROWS = "it is not an all-to-all of activation rows", Kind.NOT_MEANT
-    NO_COMBINE = ("no exchange with the split lists swapped is reachable from it", Kind.UNPROVEN)
+    NO_COMBINE = (
+        "it is not followed by an exchange that sends the rows back by the two split lists, "
+        "swapped",
+        Kind.UNPROVEN,
+    )
     NO_COUNT_EXCHANGE = ("its split sizes do not come from an exchange of integers", Kind.UNPROVEN)
 
     # experts
-    COUNTS_NOT_COUNTED = "how many counts there are is not known when compiling", Kind.UNPROVEN
+    COUNTS_NOT_COUNTED = "the number of counts is not known at compile time", Kind.UNPROVEN
     UNEVEN_EXPERTS = (
-        "the counts do not have the same number of experts for every rank",
+        "the counts do not cover the same number of experts on every rank",
         Kind.UNPROVEN,
     )
     ROWS_MIXED = "an operator of the experts mixes rows", Kind.UNPROVEN
@@ -105,8 +109,8 @@ class Reason(enum.Enum):
         Kind.UNPROVEN,
     )
     SHARED_PARAMETER = (
-        "a parameter is read by rows of several experts: "
-        "its gradient would be summed in another order",
+        "rows of several experts are computed with one parameter: the gradient of that "
+        "parameter would be summed in another order",
         Kind.UNPROVEN,
     )
     SIZE_FROM_COUNTS = (
@@ -133,12 +137,12 @@ class Reason(enum.Enum):
         "a tensor from outside the region is combined with rows, row by row",
         Kind.UNPROVEN,
     )
-    UNKNOWN_OPERATOR = "an operator whose effect on rows is not known", Kind.UNPROVEN
+    UNKNOWN_OPERATOR = "the effect of an operator on the rows is not known", Kind.UNPROVEN
     HOST_READ_OF_ROWS = "the host reads a value of the rows", Kind.UNPROVEN
     COMMUNICATES = "the experts communicate between dispatch and combine", Kind.UNPROVEN
     SPLIT_OTHERWISE = (
-        "an exchange beside the exchange of the rows has other split sizes: the entries that it "
-        "brings are not known to belong to these rows, one entry to a row",
+        "another exchange runs beside the exchange of the rows, with other split sizes: its "
+        "entries are not proven to belong to the rows, one entry to each row",
         Kind.UNPROVEN,
     )
     MUTATES_OUTSIDE = "the experts write to a tensor from outside the region", Kind.UNPROVEN
@@ -185,22 +189,23 @@ class Reason(enum.Enum):
     )
     STATE_CHANGES = "grad mode, autocast or vmap changes inside it", Kind.UNPROVEN
     GRADIENT_ORDER = (
-        "a tensor that it reads is also read by other operators meanwhile: the gradient of that "
-        "tensor would be summed in another order",
+        "between its first and its last operator, other operators read a tensor that it reads "
+        "too: the gradient of that tensor would be summed in another order",
         Kind.UNPROVEN,
     )
-    ESCAPES = "a value inside it is read outside it", Kind.UNPROVEN
+    ESCAPES = "an operator outside reads a value that is computed inside it", Kind.UNPROVEN
 
     # attention
     NOT_BETWEEN_EXCHANGES = (
-        "it is not between an exchange of heads for positions and the exchange back",
+        "it is not between an all-to-all that trades heads for sequence positions and the "
+        "all-to-all back",
         Kind.NOT_MEANT,
     )
     HEADS_LOST = "the dimension of the heads could not be traced through an operator", Kind.UNPROVEN
     VARIES_BY_HEAD = "its mask varies by head", Kind.UNPROVEN
     GRADIENT_BESIDE = (
-        "in groups of heads, the gradient of a tensor that heads share, or that no exchange "
-        "brings, would be summed in another order",
+        "if attention ran in groups of heads, the gradient of a tensor that heads share, or "
+        "that no exchange brings, would be summed in another order",
         Kind.UNPROVEN,
     )
     MAY_ROUND = (
@@ -222,14 +227,15 @@ class Reason(enum.Enum):
     )
     NOT_PROVEN = "its experts are not proven to treat rows independently", Kind.UNPROVEN
     NO_GATHER = "the rows sent are not a gather of tokens by an index", Kind.UNPROVEN
-    NO_SUM = "what follows the combine is not a sum per token", Kind.UNPROVEN
+    NO_SUM = "the combine is not followed by a sum per token", Kind.UNPROVEN
     NOT_LINEAR = (
-        "between the last product of its experts and the combine there is more than moves and "
-        "casts of rows",
+        "between the last matrix product of its experts and the combine, an operator does more "
+        "than move or cast rows",
         Kind.UNPROVEN,
     )
     NO_SLOTS = (
-        "its sums do not add the same number of rows for every token, put in order by a sort",
+        "it is not proven that its sums add the same number of rows for every token, and that a "
+        "sort puts these rows in order",
         Kind.UNPROVEN,
     )
     OTHER_INDEX = "rows are summed by another index than the one that gathered them", Kind.UNPROVEN
@@ -244,23 +250,23 @@ class Reason(enum.Enum):
     GATHERED = "its tokens are all-gathered", Kind.NOT_POSSIBLE
 
     # dispatch in two hops
-    NO_NODE_GROUPS = "it is not registered which of its ranks share a node", Kind.UNPROVEN
+    NO_NODE_GROUPS = "nobody registered which of its ranks share a node", Kind.UNPROVEN
     CHOSEN_TWICE = "a token is not proven to choose each expert at most once", Kind.UNPROVEN
     TENSOR_FLOAT = (
         "its rows are weighted by a batched matrix product, in which TF32 would round the weights",
         Kind.UNPROVEN,
     )
     TWO_HOPS = (
-        "it is dispatched in two hops: these use torch's collectives, run in parts only if the "
-        "number of parts is set or has a predicted time, and need chunks with the same number of "
-        "experts each",
+        "it is dispatched in two hops, which always use torch's collectives, run in parts only if "
+        "the number of parts is set or has a predicted time, and need chunks with equal numbers "
+        "of experts",
         Kind.NOT_POSSIBLE,
     )
 
     # exchanges in an autograd.Function of the program
     NOT_AN_EXCHANGE = (
-        "an autograd.Function around it does more than exchange its input and, backward, its "
-        "gradient",
+        "an autograd.Function around it does more than exchange the input in the forward pass "
+        "and the gradient in the backward pass",
         Kind.UNPROVEN,
     )
 
@@ -297,7 +303,10 @@ class Reason(enum.Enum):
     READERS = "its result is not read by exactly one wait", Kind.NOT_POSSIBLE
 
     # rows moved once
-    NO_ROW_MOVE = "there is no gather of whole rows that its kernel could also do", Kind.NOT_MEANT
+    NO_ROW_MOVE = (
+        "it has no gather of whole rows beside it that its kernel could do too",
+        Kind.NOT_MEANT,
+    )
 
     # integers of the host
     READ_ALONE = (
@@ -322,11 +331,14 @@ class Reason(enum.Enum):
     # copies to the host
     MEMORY_STAYS = "on the host it would free no memory, or too little", Kind.NO_GAIN
     NO_HOST_COPIES = (
-        "it cannot be copied to pinned host memory and back beside compute",
+        "its tensors cannot be copied to pinned host memory and back while compute runs",
         Kind.NOT_POSSIBLE,
     )
 
-    NO_MEANS = "this version of torch cannot hold nodes in a given order", Kind.NOT_POSSIBLE
+    NO_MEANS = (
+        "this version of torch cannot keep the nodes of a graph in a given order",
+        Kind.NOT_POSSIBLE,
+    )
 
     # passes left out
     DISABLED = "disabled by disable_passes", Kind.NOT_ASKED
@@ -334,4 +346,4 @@ class Reason(enum.Enum):
     FAILED = "it failed", Kind.UNPROVEN
 
     # what another distribution adds
-    OTHER = "for a reason of its own", Kind.NOT_POSSIBLE
+    OTHER = "no reason in megamoe's list fits", Kind.NOT_POSSIBLE

@@ -33,8 +33,9 @@ _OPTIONS_AND_PRICE: Final = {
     "value of the option is applied",
     Reason.NO_FEWER_BYTES: f"{NOTHING}: the exchange sends no more bytes without the rewrite",
     Reason.ALREADY_DONE: f"{NOTHING}: the pass would add nothing",
-    Reason.PRODUCTS_WAIT: f"{NOTHING}: a loop over experts reads all sizes at once (torchtitan's "
-    "use_grouped_mm = False), and megamoe.chunks is applied if it is a number",
+    Reason.PRODUCTS_WAIT: f"{NOTHING}, but two changes help: compute the experts in a loop, which "
+    "reads all sizes at once (torchtitan's use_grouped_mm = False), or set megamoe.chunks "
+    "to a number to get chunks all the same",
 }
 _BATCH: Final = {
     Reason.NO_BATCH: "give the compiled function whole sequences, [batch, sequence, width], and "
@@ -58,7 +59,8 @@ _EXCHANGES: Final = {
     f", {SAME_GRAPH}",
     Reason.NO_COUNT_EXCHANGE: "take the split sizes from an exchange of the counts per expert, an "
     f"all-to-all or an all-gather of integers, {SAME_GRAPH}",
-    Reason.COUNTS_NOT_COUNTED: "give the number of counts: torch.bincount(chosen, minlength=E)[:E]",
+    Reason.COUNTS_NOT_COUNTED: "give the number of counts, E: write torch.bincount(chosen, "
+    "minlength=E)[:E]",
     Reason.NOT_AN_EXCHANGE: "let the forward of the Function be the exchange and nothing else, "
     "let its backward be the same exchange with the split lists swapped, and move all other "
     "operators before or after the Function",
@@ -79,11 +81,11 @@ _EXPERTS: Final = {
     Reason.VALUE_FROM_COUNTS: "use counts to order, split and group rows only; apply factors that "
     "depend on them before the dispatch or after the combine",
     Reason.SHARED_PARAMETER: "give every expert its own parameter, or apply the shared one before "
-    "the dispatch or after the combine; or set megamoe.numerics = 'bounded' where the reason says "
-    "that this allows it",
+    "the dispatch or after the combine; or set megamoe.numerics = 'bounded' if the reason "
+    "says that this value allows it",
     Reason.SIZE_FROM_COUNTS: "let only the dimension of the rows depend on the counts",
-    Reason.UNSTABLE_SORT: "write stable=True; or set megamoe.numerics = 'bounded' where the reason "
-    "says that this allows it",
+    Reason.UNSTABLE_SORT: "write stable=True; or set megamoe.numerics = 'bounded' if the reason "
+    "says that this value allows it",
     Reason.PREMISE_FALSE: "make the index and the group sizes agree for all counts: rows of one "
     "expert together, in the order received, as many as its group has",
     Reason.PREMISE_UNCHECKED: "compute the index by torch operators that run on a CPU, or as "
@@ -105,8 +107,8 @@ _EXPERTS: Final = {
     "tokens / experts), not from values of tensors, and compile with static sizes",
     Reason.BY_CAPACITY: "set megamoe.chunk_by = 'experts', and leave megamoe.dispatch, "
     "megamoe.apply_scores and the wire options at their defaults for layers with a capacity",
-    Reason.OUTER_HOP: "nothing: the inner hop runs in chunks; for one exchange in place of the "
-    "two hops, dispatch over one group of all ranks",
+    Reason.OUTER_HOP: "nothing: the inner hop already runs in chunks; if you want one exchange in "
+    "place of the two hops, dispatch over one group of all ranks",
     Reason.TOKENS_GATHERED: "send rows to their experts and back by all-to-alls whose split "
     "sizes come from an exchange of counts; nothing to change if every rank has a part of every "
     "expert",
@@ -117,12 +119,12 @@ _EXPERTS: Final = {
     Reason.RANDOM: "draw random numbers before the first exchange or after the last",
     Reason.MUTATED_MEANWHILE: "write to the tensor after the result is computed, or write to a "
     "copy",
-    Reason.STATE_CHANGES: "run all of it, exchanges included, in one grad mode and one autocast "
-    "setting, set by `with` statements around it",
+    Reason.STATE_CHANGES: "run the exchanges and everything between them in one grad mode and one "
+    "autocast setting, set by `with` statements around them",
     Reason.GRADIENT_ORDER: "let the other operators read the tensor before the dispatch or after "
-    "the combine, or let them read a `.clone()` of it",
-    Reason.ESCAPES: "read a value that is computed after the last exchange, or compute the value "
-    "again outside",
+    "the combine, or let them read a `.clone()` of the tensor",
+    Reason.ESCAPES: "outside, read a value that is computed after the last exchange, or compute "
+    "the value a second time",
 }
 _ATTENTION: Final = {
     Reason.NOT_BETWEEN_EXCHANGES: f"{NOTHING}, unless you want groups of heads: then exchange q, "
@@ -143,7 +145,8 @@ _DISPATCH_AND_WIRE: Final = {
     "rows",
     Reason.TOKENS_MAY_DIFFER: "set megamoe.equal_tokens = true if all ranks have the same number "
     "of tokens in every step",
-    Reason.NOT_PROVEN: "make the change that belongs to the reason in the detail",
+    Reason.NOT_PROVEN: "look up the reason that the detail names, and make the change for that "
+    "reason",
     Reason.NO_GATHER: "gather the rows that are sent by one index: x[index] or index_select",
     Reason.NO_SUM: "add the rows up per token by index_add, or put them in order and sum over k",
     Reason.NOT_LINEAR: "let the experts end with a matrix product without a bias, and put its rows "
@@ -199,7 +202,7 @@ _GRADIENTS_AND_SCHEDULE: Final = {
     Reason.NEEDS_FACT: "remove the pass that it needs from megamoe.disable_passes",
     Reason.FAILED: "report the exception that was raised; to leave the pass out, add its name to "
     "megamoe.disable_passes",
-    Reason.OTHER: "what the detail says",
+    Reason.OTHER: "do what the detail says",
 }
 REMEDIES: Final[Mapping[Reason, str]] = {
     **_OPTIONS_AND_PRICE,
@@ -215,8 +218,8 @@ REMEDIES: Final[Mapping[Reason, str]] = {
 
 def allowed_by(numerics: str) -> str:
     """Return which value of the option `numerics` allows what rounds otherwise, as a detail."""
-    bound = "by a known bound" if numerics == "bounded" else "by no known bound"
-    return f"{bound}: megamoe.numerics = {numerics!r} allows it"
+    bound = "a known bound" if numerics == "bounded" else "no known bound"
+    return f"the difference has {bound}, and megamoe.numerics = {numerics!r} allows it"
 
 
 def to_do(reason: Reason) -> str:

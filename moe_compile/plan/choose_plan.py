@@ -54,11 +54,17 @@ of experts with a capacity, are always taken to have them; no generated code was
 class Why(enum.Enum):
     """The ground of a decision. Values are printed in reports."""
 
-    FASTEST = "gains, and stays nearest to the fastest if any one hardware number is wrong"
+    FASTEST = (
+        "it gains, and stays closest to the fastest candidate if any one number of the hardware "
+        "profile is wrong"
+    )
     NO_OTHER = "there is no other candidate"
     NO_GAIN = "no other candidate gains more than 1 %"
-    UNSURE = "what gains more than 1 % might lose over half of that if one hardware number is wrong"
-    MEMORY = "what gains more than 1 % needs more memory than max_memory_increase allows"
+    UNSURE = (
+        "candidates that gain more than 1 % might lose over half of their gain if one number of "
+        "the hardware profile is wrong"
+    )
+    MEMORY = "candidates that gain more than 1 % need more memory than max_memory_increase allows"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,17 +24,20 @@ class NumericalChange(enum.Enum):
     """Numerical changes of chunks where the options ask for them. Values are printed in reports."""
 
     BY_TOKENS = (
-        "chunks of tokens: a weight's gradient is summed over chunks, off by at most "
-        "chunks * eps / 2 of the sum of their magnitudes; in four and eight bytes, whose products "
-        "a CPU rounds by their number of rows, outputs and all gradients may round otherwise"
+        "chunks of tokens: a weight's gradient is summed over chunks, and differs by at most "
+        "chunks * eps / 2 times the sum of the magnitudes of the chunks' gradients; in float32 and "
+        "float64, outputs and all gradients may round differently too, because a CPU rounds a "
+        "product depending on its number of rows"
     )
     HEADS = (
-        "last bits may differ by group: of torch's kernel for keys and values of two sizes, or of "
-        "the gradient of what no exchange brings"
+        "the last bits of a group of heads may differ: in torch's kernel, if keys and values have "
+        "different sizes, or in the gradient of a tensor that no exchange brings"
     )
 
 
-LAST_BITS: Final = "last bits may differ: a CPU may round a row by where it lies in memory"
+LAST_BITS: Final = (
+    "last bits may differ: a CPU may round a row differently depending on its address in memory"
+)
 """Beginning of remarks on parts that keep operators, rows and their order."""
 
 

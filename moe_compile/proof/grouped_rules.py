@@ -45,7 +45,7 @@ def grouped_matmul(call: Call) -> Value:
     experts = range(call.facts.num_local_experts)
     if not isinstance(ends, Formulas) or len(ends.cells) != len(experts):
         raise Left(
-            Reason.SHARED_PARAMETER, ("offsets that could not be matched to one group per expert")
+            Reason.SHARED_PARAMETER, ("the offsets could not be matched to one group per expert")
         )
     sizes = [b - a for a, b in zip((0, *ends.cells[:-1]), ends.cells, strict=True)]
     check_groups(call, rows.order, sizes)
@@ -56,9 +56,9 @@ def grouped_matmul(call: Call) -> Value:
     known = tuple(num for num in padding if num is not None and num >= 0)
     why_not = None
     if len(known) < len(padding):
-        why_not = "groups of other experts are padded to no known size"
+        why_not = "the padding of other experts' groups has no known size"
     if call.node in call.known.grouped:
-        why_not = "one of several grouped GEMMs of one operator"
+        why_not = "one operator runs several grouped GEMMs"
     call.known.grouped[call.node] = why_not
     call.known.padding[call.node] = known
     return rows
@@ -91,17 +91,23 @@ def check_groups(call: Call, order: Order, sizes: Sequence[sympy.Expr]) -> None:
     ):
         raise Left(Reason.SHARED_PARAMETER, "a group holds rows of another expert")
     if not all(is_padding(segment) for segment in pieces[-1]):
-        raise Left(Reason.ROWS_MIXED, "rows behind the last group")
+        raise Left(Reason.ROWS_MIXED, "there are rows after the last group")
 
 
 def why_not_sliceable(region: MoERegion, known: Knowledge, gemm: fx.Node) -> str | None:
     """Return why a grouped GEMM is not in the form whose operands can be sliced, or None."""
     weight = gemm.args[1] if len(gemm.args) > 1 else None
     if weight not in region.others or gemm.kwargs.get("offs") not in region.count_side:
-        return "its weight or offsets are not plain arguments"
+        return (
+            "its weight does not come from outside the region, or its offsets are not computed "
+            "from the counts alone"
+        )
     tensor = tensor_of(weight)
     if tensor is None or not (tensor.is_contiguous() or tensor.mT.is_contiguous()):
-        return "its weight does not lie in memory matrix by matrix"
+        return "the matrices of its weight are not contiguous in memory"
     if known.has_spread and any(known.padding[gemm]):
-        return "rows that pad other experts' groups, which it would not fill, read their bias"
+        return (
+            "padding rows of other experts' groups read a bias, and a sliced GEMM would not fill "
+            "these rows"
+        )
     return None

@@ -79,7 +79,7 @@ def _by_index(call: Call, form: Indexing, base: Value, index: Value) -> Value | 
 def _refuse_mask(call: Call) -> None:
     masks = [t for t in call.inputs[1:] if t.dtype is torch.bool]
     if masks and isinstance(call.value(call.inputs[0]), Rows):
-        raise Left(Reason.ROWS_OUT_OF_ORDER, "rows chosen by a mask")
+        raise Left(Reason.ROWS_OUT_OF_ORDER, "a boolean mask chooses the rows")
 
 
 def _permuted(base: Value, index: Permutation) -> Value | None:
@@ -116,7 +116,7 @@ def _slots(call: Call, form: Indexing, index: Labels) -> list[int]:
         raise call.unknown()
     lowest = -size if form.wraps else 0
     if any(not lowest <= label < size for label in index.values):
-        raise Left(Reason.UNKNOWN_OPERATOR, f"{call.name} beyond the table")
+        raise Left(Reason.UNKNOWN_OPERATOR, f"{call.name} reads beyond the end of a table")
     return [label % size for label in index.values]
 
 
@@ -127,7 +127,9 @@ def _gather_rows(call: Call, form: Indexing, rows: Rows, index: Value) -> Value:
         raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     if isinstance(index, Permutation):
         if rows.order != index.source:
-            raise Left(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
+            raise Left(
+                Reason.ROWS_MIXED, f"the indices of {call.name} belong to rows in another order"
+            )
         return Rows(rows.dim, index.target)
     if not isinstance(index, UnknownIndex):
         raise Left(Reason.ROWS_MIXED, call.name)
@@ -216,15 +218,22 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
     if isinstance(index, Permutation):
         behind = rows - length(index.source)
         if order != index.target or not behind.is_nonnegative:
-            raise Left(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by indices of another order")
+            raise Left(
+                Reason.ROWS_OUT_OF_ORDER,
+                f"the indices of {call.name} belong to rows in another order",
+            )
         return join([index.source, (padding(behind, unfilled=base.is_uninitialised),)])
     selected = order[0].rows if order else None
     if not isinstance(index, UnknownIndex) or not isinstance(selected, Selected):
         raise Left(Reason.ROWS_OUT_OF_ORDER, call.name)
     if selected.index is not index or order[0].start != 0 or length(selected.parent) != rows:
-        raise Left(Reason.ROWS_OUT_OF_ORDER, f"{call.name} by another index")
+        raise Left(
+            Reason.ROWS_OUT_OF_ORDER, f"{call.name} does not use the index that gathered the rows"
+        )
     if length(order) != call.shape(form.index)[0]:
-        raise Left(Reason.ROWS_OUT_OF_ORDER, f"{call.name} of other rows than were gathered")
+        raise Left(
+            Reason.ROWS_OUT_OF_ORDER, f"{call.name} writes other rows than those that were gathered"
+        )
     if index.is_permutation and len(order) == 1:
         return selected.parent
     padded = all(is_padding(s) for s in order[1:])
@@ -250,7 +259,9 @@ def gather_places(call: Call, form: Indexing, base: Value, places: RunPositions)
     if before is not None:
         order = at_places(before, places)
         if order is None:
-            raise Left(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
+            raise Left(
+                Reason.ROWS_MIXED, f"the indices of {call.name} belong to rows in another order"
+            )
         return Rows(form.dim, order)
     if isinstance(base, Labels) and base.order == places.source:
         return Labels(places.target, tuple(base.values[i] for i in places.kept))
@@ -274,5 +285,5 @@ def scatter_places(call: Call, form: Indexing, places: RunPositions) -> Value:
         raise call.unknown()
     after = order_after_write(base, places, source, adds=form.adds)
     if after is None:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} by indices of another order")
+        raise Left(Reason.ROWS_MIXED, f"the indices of {call.name} belong to rows in another order")
     return Rows(form.dim, after)

@@ -121,12 +121,12 @@ def _of_rows(tensor: torch.Tensor, row_dim: int) -> str:
     if not is_cpu_float(tensor):
         return ""
     if torch.get_num_threads() > 1:
-        return "threads share its rows"
+        return "several threads share the rows"
     sizes = (*tensor.shape[:row_dim], *tensor.shape[row_dim + 1 :])
     if not all(isinstance(size, int) for size in sizes):
-        return "rows of a width that only a run knows"
+        return "the width of the rows is known at run time only"
     num_bytes = math.prod(sizes) * tensor.element_size()
-    return f"rows of {num_bytes} bytes fill no vectors" if num_bytes % BLOCK_BYTES else ""
+    return f"rows of {num_bytes} bytes do not fill whole vectors" if num_bytes % BLOCK_BYTES else ""
 
 
 _in_use = KernelBits()

@@ -94,10 +94,13 @@ class Knowledge:
         if id(tensor) in self._values:
             known = self._values[id(tensor)][1]
             if known is None:
-                raise Left(Reason.UNKNOWN_OPERATOR, "read after a write through another view")
+                raise Left(
+                    Reason.UNKNOWN_OPERATOR,
+                    "a tensor is read after a write through another view of its memory",
+                )
             return known
         if isinstance(tensor, FakeTensor):
-            raise Left(Reason.UNKNOWN_OPERATOR, "a tensor of unknown origin")
+            raise Left(Reason.UNKNOWN_OPERATOR, "the origin of a tensor is not known")
         return Fixed(values=tensor if is_small_integer(tensor) else None)
 
 
@@ -164,7 +167,10 @@ class Call(Operator):
         """
         expert = self.facts.expert_of(order)
         if expert is not None and self.facts.experts_of(length(order)) - {expert}:
-            detail = f"{self.name} rounds by the length of a padding that other experts' counts say"
+            detail = (
+                f"the rounding of {self.name} depends on a padding whose length depends on other "
+                "experts' counts"
+            )
             raise Left(Reason.SHARED_PARAMETER, detail)
         return expert
 

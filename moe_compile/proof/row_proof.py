@@ -227,7 +227,7 @@ class _Proof:
         if isinstance(value, Rows):
             raise Left(Reason.HOST_READ_OF_ROWS)
         if self.facts.num_ranks > 1 and (said := said_to_be(value_of(step.node))) is not None:
-            raise Left(Reason.VALUE_FROM_COUNTS, f"the program asserts that it is {said}")
+            raise Left(Reason.VALUE_FROM_COUNTS, f"the program asserts that this integer is {said}")
         if isinstance(value, Formulas):
             self.facts.read_on_host(value_of(step.node), value.cells[0])
 
@@ -322,7 +322,7 @@ def gradient_of(known: Knowledge, step: GradientOf) -> Value:
     """Return the value of the gradient of a result: that of the result, row by row."""
     result = known.value(step.result)
     if not isinstance(result, Rows | OfExpert):
-        raise Left(Reason.UNKNOWN_OPERATOR, f"{operator_at(step.node)}: a result without rows")
+        raise Left(Reason.UNKNOWN_OPERATOR, f"{operator_at(step.node)} has a result without rows")
     return result
 
 
@@ -333,13 +333,13 @@ def check_gradient(known: Knowledge, step: GradientMade) -> None:
         if not any(map(is_differentiable, argument.nodes)):
             return
         if not isinstance(gradient, OfExpert):
-            raise Left(Reason.SHARED_PARAMETER, f"{operator_at(step.node)}, in its backward")
+            raise Left(Reason.SHARED_PARAMETER, f"{operator_at(step.node)}, in its backward pass")
         known.whole.setdefault(step.node, set()).add(gradient.expert)
         known.reads.add(argument, None, gradient.expert)
     elif isinstance(argument, Rows | OfExpert):
         is_constant = isinstance(gradient, Fixed) and gradient.is_uniform
         if gradient != argument and not is_constant:
-            raise Left(Reason.ROWS_MIXED, f"{operator_at(step.node)}, in its backward")
+            raise Left(Reason.ROWS_MIXED, f"{operator_at(step.node)}, in its backward pass")
 
 
 ANY_ROWS: Final = frozenset(
@@ -408,7 +408,7 @@ def checked(facts: CountFacts, tensor: torch.Tensor, value: Value) -> Value:
     if isinstance(value, Rows):
         others = (*tensor.shape[: value.dim], *tensor.shape[value.dim + 1 :])
         if any(facts.depends_on_counts(other) for other in others):
-            raise Left(Reason.SIZE_FROM_COUNTS, f"shape {list(tensor.shape)}")
+            raise Left(Reason.SIZE_FROM_COUNTS, f"a tensor has the shape {list(tensor.shape)}")
         if value.dim == 0 and is_channels_last(tensor):
             raise Left(Reason.UNKNOWN_OPERATOR, "rows are laid out channels last")
     sized = _sized(tensor, value)
@@ -418,7 +418,9 @@ def checked(facts: CountFacts, tensor: torch.Tensor, value: Value) -> Value:
     if facts.is_unknown(size):
         facts.read_on_host(size, length(order))
     if facts.formula(size) != length(order):
-        raise Left(Reason.ROWS_MIXED, f"{size} rows are not the {length(order)} expected")
+        raise Left(
+            Reason.ROWS_MIXED, f"a tensor has {size} rows, but {length(order)} were expected"
+        )
     return value
 
 

@@ -77,7 +77,10 @@ def apply(call: Call) -> Value | list[Value]:
         return constant_rules.fill(call)
     values = [call.value(t) for t in call.inputs]
     if any(isinstance(v, OfExpert) for v in values):
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of a value computed from all rows of an expert")
+        raise Left(
+            Reason.ROWS_MIXED,
+            f"{call.name} reads a value that is computed from all rows of an expert",
+        )
     if any(isinstance(v, PerExpertTable) for v in values):
         return spread_rules.with_spread(call)
     has_rows = any(isinstance(v, Rows) for v in values)
@@ -174,4 +177,4 @@ def check_arguments(call: Call) -> None:
             given, default = call.argument(declared.name), declared.default_value
             # types first: a size known only at run time has no value to compare
             if (type(given), given) != (type(default), default):
-                raise Left(Reason.UNKNOWN_OPERATOR, f"{call.name} with {declared.name}")
+                raise Left(Reason.UNKNOWN_OPERATOR, f"{call.name} is called with {declared.name}")

@@ -93,7 +93,10 @@ class _Runner:
         else:
             made = self.env[node] = self._made(node)
             if (types := _types(made)) != (found := _types(value_of(node))) and found:
-                detail = f"traced with types {types}, found to be {found}"
+                detail = (
+                    f"its results have the dtypes {types} in megamoe's trace, but {found} in the "
+                    "graph"
+                )
                 raise _Stopped(node, Left(Reason.UNKNOWN_OPERATOR, detail))
             if isinstance(made, torch.Tensor):
                 self.steps.append(Produced(node, made))
@@ -118,7 +121,9 @@ class _Runner:
             return self.env[node]
         value = value_of(node)
         if isinstance(value, torch.Tensor) or value is None:
-            raise _Stopped(node, Left(Reason.UNKNOWN_OPERATOR, "read before it was run"))
+            raise _Stopped(
+                node, Left(Reason.UNKNOWN_OPERATOR, "a value is read before it was computed")
+            )
         return value
 
 
@@ -174,7 +179,10 @@ def _reads_own_class(
             continue
         for user in node.users:
             if user in body and user.target != "to_local":
-                what = f"{operator_at(user)} of a {name}, which decides itself what it computes"
+                what = (
+                    f"{operator_at(user)} takes a {name}, and this class decides itself what an "
+                    "operator computes"
+                )
                 return user, Left(Reason.UNKNOWN_OPERATOR, what)
     return None
 
@@ -251,7 +259,7 @@ class InnerRun:
         if target.name() == CHECKPOINT:
             return self._run(graphs[0], arguments)
         if node.kwargs.get("dirty_idx"):
-            raise NotRun(Reason.UNKNOWN_OPERATOR, f"{FUNCTION} that writes its arguments")
+            raise NotRun(Reason.UNKNOWN_OPERATOR, f"{FUNCTION} writes to its arguments")
         return self._function(graphs, arguments)
 
     def _function(self, graphs: Sequence[fx.Graph], arguments: Sequence[Any]) -> Any:
@@ -263,7 +271,10 @@ class InnerRun:
             self._steps.append(GradientOf(self._outer, gradient, result))
         returned = pytree.tree_leaves(self._run(backward, [*given, *saved]))
         if len(returned) != len(arguments):
-            raise NotRun(Reason.UNKNOWN_OPERATOR, f"{FUNCTION} with gradients of other arguments")
+            raise NotRun(
+                Reason.UNKNOWN_OPERATOR,
+                f"{FUNCTION} returns gradients for another number of arguments",
+            )
         pairs = zip(returned, arguments, strict=True)
         for gradient, argument in pairs:
             if isinstance(gradient, torch.Tensor) and isinstance(argument, torch.Tensor):
@@ -283,14 +294,15 @@ class InnerRun:
                     env[node] = self._inner(node, env)
                 if isinstance(env[node], torch.Tensor):
                     self._steps.append(Produced(node, env[node]))
-        raise NotRun(Reason.UNKNOWN_OPERATOR, "a graph without a result")
+        raise NotRun(Reason.UNKNOWN_OPERATOR, "an inner graph has no result")
 
     def _inner(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         if is_launch(node):
             raise NotRun(Reason.COMMUNICATES, operator_at(node))
         if node.op == "call_method" and node.target in ("item", "tolist"):
             raise NotRun(
-                Reason.UNKNOWN_OPERATOR, f"{operator_at(node)}: the host reads inside a graph"
+                Reason.UNKNOWN_OPERATOR,
+                f"{operator_at(node)}: the host reads a value inside an inner graph",
             )
         if not is_higher_order(node):
             return run_node(node, env.__getitem__)

@@ -177,7 +177,7 @@ def _check_read(facts: CountFacts, step: Step, run: OneRun) -> None:
     if isinstance(step, HostRead):
         formula = facts.formula_read(value_of(step.node))
         if formula is not None and number(formula, run.sample) != int(run.tensor(step.tensor)):
-            raise Differs(f"{operator_at(step.node)} is not {formula}")
+            raise Differs(f"the integer of {operator_at(step.node)} is not {formula}")
 
 
 class HostRun:
@@ -212,7 +212,7 @@ class HostRun:
         for size in self._sizes:
             with suppress(Unevaluable):
                 if (length := run.size(size)) < 0:
-                    raise ValueError(f"a tensor of {length} rows")
+                    raise ValueError(f"a tensor would have {length} rows")
 
 
 class Differs(Exception):
@@ -291,15 +291,15 @@ class SampledRows:
         first = self._length(stretch.start)
         end = first + self._length(stretch.length)
         if not 0 <= first <= end <= len(numbers):
-            raise Differs("groups longer than the index")
+            raise Differs("the groups are longer than the index")
         return _Numbered(numbers[first:end], experts[first:end])
 
     def _choose(self, rows: Selected) -> _Numbered:
         if rows.index not in self._indices:
-            raise Unevaluable("an index that was not computed")
+            raise Unevaluable("an index was not computed")
         index, (numbers, experts) = self._indices[rows.index], self._order(rows.parent)
         if ((index < -len(numbers)) | (index >= len(numbers))).any():
-            raise Differs("an index beyond the rows")
+            raise Differs("an index points beyond the rows")
         return _Numbered(numbers[index], experts[index])
 
     def check_premise(self, premise: Premise) -> None:
@@ -325,7 +325,7 @@ class SampledRows:
         if isinstance(value, IndexPerColumn):
             columns = tensor.flatten(1)
             if not torch.equal(columns, columns[:, :1].expand_as(columns)):
-                raise Differs("an index differs within a row")
+                raise Differs("an index has different values within one row")
             claim = Claim(claim.moment, claim.tensor, value.index)
             self.check(claim, columns[:, 0])
             return
@@ -348,7 +348,7 @@ class SampledRows:
             assert isinstance(value, UnknownIndex)
             holds = self._check_opaque(value, tensor)
         if not holds:
-            raise Differs(f"{type(value).__name__} not as followed")
+            raise Differs(f"a value ({type(value).__name__}) is not the one that the proof assumed")
 
     def _check_opaque(self, value: UnknownIndex, tensor: torch.Tensor) -> bool:
         if tensor.dim() == 1 and not tensor.is_floating_point():

@@ -70,11 +70,11 @@ def with_spread(call: Call) -> Value:
         raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     (tensor, row), (table, entry) = rows[0], spread[0]
     if row.dim != 0 or tensor.dim() != table.dim():
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} combines rows in different orders")
     if call.shape(table)[0] != length(row.order):
         raise Left(
             Reason.ROWS_MIXED,
-            f"{call.name} of rows other than those that values of experts were repeated for",
+            f"{call.name} combines rows with values of experts that were repeated for other rows",
         )
     check_groups(call, row.order, entry.sizes)
     for expert in range(len(entry.sizes)):

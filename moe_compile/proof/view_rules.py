@@ -82,7 +82,9 @@ def squeezed(call: Call) -> None:
 def _pieces(call: Call, order: Order, sizes: list[sympy.Expr]) -> list[Order]:
     pieces = cut(order, sizes)
     if pieces is None:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} cuts rows in the middle of a run of rows")
+        raise Left(
+            Reason.ROWS_MIXED, f"{call.name} cuts between rows that one expert got from one rank"
+        )
     return pieces
 
 
@@ -91,7 +93,10 @@ def _kept(call: Call, order: Order, piece: Order) -> Order:
     for segment in piece:
         is_part = is_selected(segment) and segment not in order
         if is_part and not call.facts.note_experts_of(segment):
-            detail = f"{call.name} of rows in an unknown order, not at the end of an expert's rows"
+            detail = (
+                f"{call.name} cuts rows whose order is not known, and not at the end of an "
+                "expert's rows"
+            )
             raise Left(Reason.ROWS_MIXED, detail)
     return piece
 
@@ -104,7 +109,7 @@ def sliced(call: Call) -> Value | None:
     total = length(rows.order)
     start, end = slice_bounds(call, total)
     if call.facts.formula(call.argument("step", 1)) != 1:
-        raise Left(Reason.ROWS_MIXED, "every n-th row")
+        raise Left(Reason.ROWS_MIXED, "only every n-th row is taken")
     if start == 0 and end == total:
         return rows
     _, kept, _ = _pieces(call, rows.order, [start, end - start])
@@ -132,11 +137,11 @@ def split(call: Call) -> list[Value] | None:
         return None
     sizes = call.argument("split_sizes")
     if sizes is None:
-        raise Left(Reason.ROWS_MIXED, "a split of the rows in equal parts")
+        raise Left(Reason.ROWS_MIXED, "the rows are split into equal parts")
     formulas = [call.facts.formula(size) for size in sizes]
     *pieces, rest = _pieces(call, rows.order, formulas)
     if rest:
-        raise Left(Reason.ROWS_MIXED, "a split of the rows that leaves some out")
+        raise Left(Reason.ROWS_MIXED, "a split leaves out some of the rows")
     return [Rows(rows.dim, _kept(call, rows.order, piece)) for piece in pieces]
 
 

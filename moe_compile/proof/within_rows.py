@@ -65,13 +65,16 @@ def within_rows(call: Call) -> Value | list[Value]:
         raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     order = order_where_all_stand(value.order for _, value in values if isinstance(value, Rows))
     if order is None:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows in different orders")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} combines rows in different orders")
     rows = [(tensor, value.dim) for tensor, value in values if isinstance(value, Rows)]
     alike = [tensor for tensor, value in values if isinstance(value, Fixed) and value.is_uniform]
     results: list[Value] = [Rows(dim, order) for dim in row_dims(call, rows, alike)]
     in_matrix = call.is_product and any(dim >= tensor.dim() - 2 for tensor, dim in rows)
     if in_matrix and call.expert_of(order) is None:
-        detail = f"{call.name} over rows of several experts rounds by their number"
+        detail = (
+            f"the rounding of {call.name} depends on the number of rows, and the rows are of "
+            "several experts"
+        )
         raise Left(Reason.SHARED_PARAMETER, detail)
     factors = call.inputs[-2:] if call.is_product else ()
     may_sum = call.name in SUMMED or not call.is_pointwise
@@ -134,7 +137,7 @@ def _check(
             if meet or (len(own) < len(factors) and all(tensor is not one for one in alike)):
                 raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     if are_mixed:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} along the rows")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} works along the rows")
     _check_sizes(call, flow, rows)
 
 
@@ -143,14 +146,16 @@ def _check_sizes(call: Call, flow: Flow, rows: Factor) -> None:
     for tensor in call.inputs:
         for dim, size in zip(flow.dims(tensor), tensor.shape, strict=True):
             if not holds(dim, rows) and call.facts.depends_on_counts(size):
-                raise Left(Reason.SIZE_FROM_COUNTS, f"{call.name}: {size} columns")
+                raise Left(
+                    Reason.SIZE_FROM_COUNTS, f"{call.name} has a dimension of {size} entries"
+                )
 
 
 def _place(call: Call, flow: Flow, tensor: torch.Tensor, rows: Factor) -> int:
     """Return the dimension of a result that holds the rows, and nothing else."""
     found = [] if flow.of(tensor).dims is None else flow.dims(tensor)
     if found.count([rows]) > 1:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} of rows by rows")
+        raise Left(Reason.ROWS_MIXED, f"two dimensions of the result of {call.name} hold rows")
     if [rows] not in found:
         raise call.unknown()
     return found.index([rows])

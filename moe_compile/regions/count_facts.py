@@ -178,7 +178,10 @@ class CountFacts:
             experts = [self._expert[c] for c in mine]
             whole = len(terms) == len(mine) and all(terms[c] == 1 for c in mine)
             if not whole or experts != list(range(self.num_local_experts)):
-                raise Left(Reason.NO_COUNT_EXCHANGE, f"rank {rank}: {size} rows")
+                raise Left(
+                    Reason.NO_COUNT_EXCHANGE,
+                    f"the split size of rank {rank}, {size}, is not the sum of its counts",
+                )
             found.append(mine)
         return found
 

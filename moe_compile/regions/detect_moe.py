@@ -113,10 +113,10 @@ class _Search:
         dependence, launches, used = self.facts.dependence, self.launches, self.used
         if (back := self._reduce_scatter_of(dispatch)) is not None:
             used.add(back)
-            detail = f"sums are reduced at {source_place(back) or back.name}"
+            detail = f"a reduce-scatter returns their sums, at {source_place(back) or back.name}"
             return Verdict(candidate=dispatch.name, reason=Reason.TOKENS_GATHERED, detail=detail)
         if not is_all_to_all(dispatch):
-            detail = "a gather, a reduction or a broadcast"
+            detail = "it is a gather, a reduction or a broadcast"
             return Verdict(
                 candidate=dispatch.name, reason=Reason.NO_ROWS, detail=detail, is_told=False
             )
@@ -161,7 +161,7 @@ class _Search:
             return refused
         hops = ", ".join(dict.fromkeys(of_region[n].name for n in launches if n in inside))
         first, last = match.payloads.main, match.payloads.combines[-1]
-        detail = f"{hops} between {operator_at(first)} and {operator_at(last)}"
+        detail = f"it contains {hops}, between {operator_at(first)} and {operator_at(last)}"
         return replace(refused, reason=Reason.OUTER_HOP, detail=detail)
 
     def _reduce_scatter_of(self, gather: fx.Node) -> fx.Node | None:
@@ -227,7 +227,9 @@ def _region(match: _Match, facts: GraphFacts, name: str) -> MoERegion | Verdict:
     if num_experts is None:
         return refuse(Reason.COUNTS_NOT_COUNTED, operator_at(counts))
     if num_experts % num_ranks or not num_experts:
-        return refuse(Reason.UNEVEN_EXPERTS, f"{num_experts} counts for {num_ranks} ranks")
+        return refuse(
+            Reason.UNEVEN_EXPERTS, f"{num_experts} counts do not divide over {num_ranks} ranks"
+        )
 
     inputs = {*(one.sent for one in there), counts, got}
     down = dependence.below([counts, got, *payloads.dispatches])

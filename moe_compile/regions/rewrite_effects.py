@@ -75,7 +75,7 @@ def _check_motion(rewrite: Replacement, legality: Legality) -> Left | None:
             return obstacle.left
     for source, served in rewrite.read_once:
         if (other := find_later_reader(served, source, legality.dependence)) is not None:
-            detail = f"{operator_at(source)} is read by {operator_at(other)} too"
+            detail = f"{operator_at(source)} is also read by {operator_at(other)}"
             return Left(Reason.GRADIENT_ORDER, detail)
     if (overtaken := find_overtaken(region, bulk)) is not None:
         writer, reader = overtaken

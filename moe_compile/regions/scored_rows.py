@@ -79,7 +79,7 @@ def find_scored_rows(region: MoERegion) -> ScoredRows:
     if not given:
         raise Left(Reason.ALREADY_DONE, "no score multiplies the rows that come back")
     if len(given) > 1:
-        raise Left(Reason.NOT_BY_ROW, f"{operator_at(sums.total)}: rows have two factors each")
+        raise Left(Reason.NOT_BY_ROW, f"{operator_at(sums.total)}: two factors multiply each row")
     (scores,), order = given, None
     if not holds_fractions(scores):
         raise Left(Reason.NOT_BY_ROW, operator_at(scores))
@@ -126,13 +126,13 @@ def _late(region: MoERegion, needed: list[fx.Node]) -> tuple[fx.Node, ...]:
     of_rows = dependence.below(one.launch for one in region.dispatched)
     for node in late:
         if node in of_rows:
-            raise Left(Reason.NOT_BY_ROW, f"{operator_at(node)} makes scores of the rows")
+            raise Left(Reason.NOT_BY_ROW, f"{operator_at(node)} computes scores from the rows")
         if not is_pure(node):
             is_write = node in dependence.writes
             raise Left(Reason.WRITTEN if is_write else Reason.UNKNOWN_OPERATOR, operator_at(node))
     for node in needed:
         if written := [w for w in dependence.writers(node) if place[w] > place[dispatch]]:
-            raise Left(Reason.WRITTEN, f"{operator_at(node)} by {operator_at(written[0])}")
+            raise Left(Reason.WRITTEN, f"{operator_at(written[0])} writes to {operator_at(node)}")
     obstacle = facts.legality.written_meanwhile(late, dispatch.next)
     if obstacle is not None:
         raise obstacle.left

@@ -99,7 +99,7 @@ def _size(size: Any, number: int) -> int:
     """Return a size with `number` for each symbol; raise ValueError for a data-dependent one."""
     expression = sympy.sympify(expression_of(size))
     if free_unbacked_symbols(expression):
-        raise ValueError(f"{expression} is known at run time alone")
+        raise ValueError(f"{expression} is known at run time only")
     return int(expression.subs(dict.fromkeys(expression.free_symbols, number)))
 
 
@@ -107,7 +107,7 @@ def _choices(shape: Sequence[int], num_choices: int) -> Iterator[torch.Tensor]:
     """Yield k different drawn choices for each token, then the last k experts for all tokens."""
     *tokens, k = shape
     if math.prod(tokens) * num_choices > MOST_ELEMENTS:
-        raise ValueError("too many to draw")
+        raise ValueError("there are too many choices to draw")
     generator = torch.Generator().manual_seed(SEED)
     drawn = torch.rand(*tokens, num_choices, generator=generator, device="cpu")
     yield drawn.topk(k)[1]
@@ -150,7 +150,7 @@ def _histogram(
     labels, times = input.unique(return_counts=True)
     places = bins_of(labels.tolist(), input.dtype, bins, min, max)
     if places is None:
-        raise ValueError("bins that are not known")
+        raise ValueError("the bins of histc are not known")
     inside = torch.tensor([place is not None for place in places])
     found = torch.tensor([place for place in places if place is not None], dtype=torch.int64)
     return input.new_zeros(bins).scatter_add(0, found, times[inside].to(input.dtype))

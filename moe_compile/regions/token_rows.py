@@ -48,7 +48,7 @@ def find_token_rows(region: MoERegion) -> TokenRows | Left:
         if node is region.counts and dependence.is_filled_first(node):
             continue
         if writers := dependence.writers(node):
-            return Left(Reason.WRITTEN, f"{operator_at(node)} by {operator_at(writers[0])}")
+            return Left(Reason.WRITTEN, f"{operator_at(writers[0])} writes to {operator_at(node)}")
     attends = any(map(may_attend, region.body))
     if (change := _state_change(found.gather, found.sums.total, attends=attends)) is not None:
         return Left(Reason.STATE_CHANGES, operator_at(change))

@@ -124,7 +124,7 @@ class Compilation:
         ends = self.graph_break
         if not left:
             return warning_of(ends) if ends and ends.is_collective else ""
-        first, others = left[0], ", as others are" if len(left) > 1 else ""
+        first, others = left[0], ", like others" if len(left) > 1 else ""
         if self.has_regions:
             return (
                 f"megamoe: the exchange at {first.where or self.site} is left as it is{others}, "

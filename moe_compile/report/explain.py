@@ -22,7 +22,9 @@ LOG_WIDTH: Final = 120
 """Width where the output is a file, no terminal, and of tables that are asked for."""
 TABLES_FROM: Final = 112
 """Width of the widest table; in fewer columns its cells are cut into pieces."""
-DETAILS: Final = f"Tables of graphs, times and memory: --verbose, or {TABLES_FROM} columns."
+DETAILS: Final = (
+    f"For tables of graphs, times and memory use --verbose or {TABLES_FROM} columns or more."
+)
 
 
 def print_report(
@@ -97,11 +99,11 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     for title, key in (("Reason alone", "left_alone"), ("Passes left out", "dropped_passes")):
         yield from (f"{title}: {line}" for line in report[key])
     for setting in report.get("inductor_settings_off", ()):  # none in reports of earlier versions
-        yield f"Inductor's setting off in graphs with regions: {setting}"
+        yield f"Inductor's setting that is off in graphs with regions: {setting}"
     for place in report.get("graph_breaks", ()):  # none in reports of earlier versions
         yield f"Dynamo ends a graph at {place}"
     for place in dict.fromkeys(_read_alone(report)):
-        yield f"The host takes an integer by itself at {place}"
+        yield f"The host reads a single integer at {place}"
     yield from dict.fromkeys(text for graph in report["graphs"] if (text := _kept(graph)))
     yield from dict.fromkeys(_offloaded(report))
     rewrites = report.get("rewrites", ())  # none in reports of earlier versions
@@ -142,7 +144,11 @@ def _offloaded(report: Mapping[str, Any]) -> Iterator[str]:
         left = record["skipped"]
         if record["applied"]:
             names = ", ".join(record["applied"])
-            others = f"; {len(left)} others stay, for reasons in the JSON report" if left else ""
+            others = (
+                f"; {len(left)} other tensors stay on the device, and the JSON report says why"
+                if left
+                else ""
+            )
             yield f"In host memory between forward and backward {place}: {names}{others}"
         elif left:
             detail = f" ({left[0]['detail']})" if left[0].get("detail") else ""
@@ -249,8 +255,8 @@ def _slowdowns(report: Mapping[str, Any]) -> str:
         for key in ("contention", "overlap_slowdown")
     )
     return (
-        f"In these times compute is up to {by_collectives:.0%} slower beside a collective, "
-        f"a collective up to {by_compute:.0%} beside compute."
+        f"In these times compute is up to {by_collectives:.0%} slower beside a collective, and a "
+        f"collective is up to {by_compute:.0%} slower beside compute."
     )
 
 

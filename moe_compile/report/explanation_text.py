@@ -24,7 +24,8 @@ NOTHING_SEEN: Final = (
     "under torch.compiler.disable, in a hook, or in an operator of its own (DeepEP)"
 )
 NOTHING_DONE: Final = (
-    "write them by torch.distributed._functional_collectives, in the forward that is compiled"
+    "write the exchanges with torch.distributed._functional_collectives, in the forward that is "
+    "compiled"
 )
 
 
@@ -50,7 +51,7 @@ def explanation_lines(
     if breaks:
         yield from _pair("change", f"{ONE_GRAPH}.")
     if not is_whole:
-        yield from _pair("", "What comes after is seen on ranks that can run the model.")
+        yield from _pair("", "Graphs after this one are seen only on ranks that can run the model.")
     yield ""
 
 

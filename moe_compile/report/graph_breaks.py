@@ -54,23 +54,24 @@ REMEDIES: Final = (
     ),
     (
         re.compile("recompile limit"),
-        "keep shapes, dtypes and Python's numbers the same from call to call, or mark what changes "
-        "by torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles says what changed; "
-        "torch._dynamo.config.recompile_limit is the limit",
+        "keep shapes, dtypes and Python's numbers the same from call to call, or mark sizes that "
+        "change by torch._dynamo.mark_dynamic; TORCH_LOGS=recompiles shows the values that "
+        "changed, and the limit is torch._dynamo.config.recompile_limit",
     ),
     (
         re.compile("needs a value of a tensor"),
-        "make it of tensors alone (torch.where for a branch, x[order] for a list), or of Python's "
-        "own numbers",
+        "compute the value from tensors alone (torch.where for a branch, x[order] for a list), or "
+        "from Python's own numbers",
     ),
     (
         re.compile(r"builtin(?: operator)? `(?:print|_warnings\.warn)`"),
-        "have Dynamo leave it out, torch._dynamo.config.ignore_logging_functions.add(print), or "
-        "warnings.warn, on every rank",
+        "have Dynamo ignore the function: call "
+        "torch._dynamo.config.ignore_logging_functions.add(print), or add(warnings.warn), on "
+        "every rank",
     ),
 )
 """Pattern of the reason -> remedy; the first match counts."""
-OTHERWISE: Final = "torch.compile(..., fullgraph=True) says more of it"
+OTHERWISE: Final = "torch.compile(..., fullgraph=True) prints more about it"
 ADDRESS: Final = re.compile(
     r"<(?:built-in )?(?:function|method) (\S+) at 0x[0-9a-f]+>| at 0x[0-9a-f]+"
 )
@@ -161,7 +162,8 @@ def _left_out(function: Any, failed: Any) -> GraphBreak:
     why = _short(failed.fail_reason)
     if failed.fail_user_frame_filename == function.co_filename:
         why = (
-            f"Dynamo leaves the function to Python for line {failed.fail_user_frame_lineno}: {why}"
+            "Dynamo leaves the function to Python because of line "
+            f"{failed.fail_user_frame_lineno}: {why}"
         )
     where = place_of(function.co_filename, function.co_firstlineno, function.co_name)
     return GraphBreak(where, why, True)

@@ -198,22 +198,22 @@ def _verdict(launch: Mapping[str, Any], graph: GraphTimeline, reason: Reason | N
     if not graph.is_rewritten:
         return "left where the program launches it: nothing in its graph is rewritten"
     if launch["is_moved"]:
-        return "moved: other compute than before runs beside it"
+        return "moved: it now runs beside other compute than before"
     return reason.said(launch["detail"]) if reason else ""
 
 
 def _gain_of_launch(reason: Reason | None, alone_us: float, graph: GraphTimeline) -> str:
     if reason is Reason.MEMORY_CAP and graph.uncapped_us is not None:
         gain = graph.runs[-1].step_us - graph.uncapped_us
-        return f"{_ms(gain)} of this graph, with memory for the fastest order"
+        return f"{_ms(gain)} of this graph, if memory allows the fastest order"
     return _at_most(alone_us, 1)
 
 
 def _at_most(alone_us: float, number: int) -> str:
     if not alone_us:
-        return "nothing: it runs under compute already"
-    many = "all that it is" if number == 1 else f"all that these {number} collectives are"
-    return f"at most {_ms(alone_us)}, {many} alone now"
+        return "nothing: it already runs under compute"
+    they = "it runs" if number == 1 else f"these {number} collectives run"
+    return f"at most {_ms(alone_us)}, the time in which {they} alone now"
 
 
 def _gain_of_exchange(
@@ -239,8 +239,9 @@ def _advice(where: str, report: Mapping[str, Any]) -> str:
         if region["where"] == where and advice:
             fastest = min(advice, key=lambda one: one["predicted_us"])
             gain = region["decision"]["predicted_us"] - fastest["predicted_us"]
-            why = "it changes bits" if fastest["is_lossy"] else "options ask for another way"
-            return f"{_ms(gain)} by {fastest['candidate']}, not chosen since {why}"
+            is_lossy = fastest["is_lossy"]
+            why = "it changes bits" if is_lossy else "the options ask for another rewrite"
+            return f"{_ms(gain)} by {fastest['candidate']}, not chosen because {why}"
     return ""
 
 

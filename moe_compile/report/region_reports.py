@@ -18,7 +18,7 @@ from moe_compile.plan.choose_plan import Decision, Priced
 AS_WRITTEN: Final = (
     "run as written: ranks compiled it differently, and all run the original program"
 )
-DOES_NOT_COMPILE: Final = "run as written: what the passes made of it does not compile"
+DOES_NOT_COMPILE: Final = "run as written: the rewritten program does not compile"
 """The verdict on all regions of a program that the ranks do not agree to run rewritten."""
 
 CHUNKED: Final = "chunked"
@@ -113,7 +113,7 @@ class AttentionReport:
 def edges_remarks(left: Mapping[str, Verdict]) -> list[str]:
     """Return why chunks have equally many experts, where options leave that open."""
     why = left.get("chunk_edges")
-    return [f"as many experts in each chunk: {why.why}"] if why is not None else []
+    return [f"every chunk has the same number of experts: {why.why}"] if why is not None else []
 
 
 MOST_ADVICE: Final = 2
@@ -127,9 +127,9 @@ def decision_remarks(decision: Decision | None) -> list[str]:
     chosen, runner_up = decision.chosen, decision.runner_up
     said = f"planned{_routing(decision)}: {chosen.candidate}, predicted {_ms(chosen)}"
     if chosen is not decision.as_it_is:
-        said += f", {decision.gain:.1%} less than as it is"
+        said += f", {decision.gain:.1%} less than without a rewrite"
     if runner_up is not None:
-        said += f"; next {runner_up.candidate}, {decision.margin:+.1%}"
+        said += f"; the next best is {runner_up.candidate}, {decision.margin:+.1%}"
     for other in (decision.other_dispatch, decision.other_edges):
         if other is not None and (runner_up is None or other.candidate != runner_up.candidate):
             said += f"; {other.candidate}, {other.us / decision.chosen.us - 1.0:+.1%}"
@@ -177,13 +177,16 @@ def _named(decision: Decision) -> list[Priced]:
 
 def _advice(one: Priced, decision: Decision) -> str:
     less = 1.0 - one.us / decision.chosen.us
-    why = "it changes bits" if one.is_lossy else "options ask for another"
-    return f"faster, but not chosen since {why}: {one.candidate}, predicted {less:.1%} less"
+    why = "it changes bits" if one.is_lossy else "the options ask for another rewrite"
+    return (
+        f"faster, but not chosen because {why}: {one.candidate}, with {less:.1%} less predicted "
+        "time"
+    )
 
 
 def _routing(decision: Decision) -> str:
     skew = decision.routing_skew
-    return f" for experts chosen as routing_skew = {skew:g} says" if skew else ""
+    return f" for experts that are chosen unevenly, by routing_skew = {skew:g}" if skew else ""
 
 
 def _ms(one: Priced) -> str:

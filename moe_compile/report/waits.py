@@ -170,8 +170,8 @@ def _of_a_step(longest: RankWaits, predicted_ms: Mapping[Name, float]) -> str:
 def _why_none(ranks: Sequence[RankWaits]) -> str:
     if not any(one.steps for one in ranks):
         return (
-            "Waits for collectives were not measured: only steps that are logged are, and the "
-            "first compiles; for more steps lower metrics.log_freq."
+            "Waits for collectives were not measured: only logged steps are measured, and the "
+            "first step compiles. To measure more steps, lower metrics.log_freq."
         )
     return "No wait for a collective was measured: no graph that megamoe ordered waits for one."
 

@@ -93,9 +93,9 @@ HEARD_S: Final = 4.0
 
 
 SECOND_PLAN: Final = (
-    "the program at {place} was decided differently for other sizes or in another mode; ranks may "
-    "choose apart, so it runs as it is written. Set megamoe.equal_tokens if all ranks always have "
-    "equally many tokens"
+    "megamoe rewrote the program at {place} differently for other sizes or in another mode. Ranks "
+    "might choose different rewrites, so the program runs as written. Set megamoe.equal_tokens = "
+    "true if all ranks have the same number of tokens in every step"
 )
 
 Calls = tuple[tuple[CallLog, CompiledProgram], ...]
@@ -273,15 +273,15 @@ class Agreement:
             self._wait_for(answers, max(timeout_s(journal.group) for journal, _ in calls))
         except dist.DistError as error:
             raise RankDisagreement(
-                "this rank cannot wait for other ranks, since the rank that serves the process "
+                "this rank cannot wait for other ranks, because the rank that serves the process "
                 f"group's store has ended: {answers.silence()}"
             ) from error
         if answers.are_alike():
             return True
         if running := answers.ranks_that_run_rewritten():
             self.end(
-                f"ranks {running} run a program rewritten that other ranks compiled anew, and "
-                f"otherwise ({answers.said()}). {REMEDY}"
+                f"ranks {running} already run a rewritten program, and other ranks have compiled "
+                f"it again, with another result ({answers.said()}). {REMEDY}"
             )
         LOG.warning(
             "megamoe: ranks decided differently (%s): all ranks run the program at %s unchanged",
@@ -298,16 +298,23 @@ class Agreement:
             self.check()
             waited_s = time.monotonic() - began
             if (left := self._ranks_that_left()) and (gone := left & answers.missing()):
-                self.end(f"ranks {sorted(gone)} have left their program, but {answers.silence()}")
+                self.end(
+                    f"ranks {sorted(gone)} have ended their program or left the process group, and "
+                    f"{answers.silence()}"
+                )
             if waited_s > limit_s:
                 raise RankDisagreement(
-                    f"{answers.silence()} within {limit_s:.0f} s: these ranks are late, run "
-                    "another program (one that is not compiled, for example), or have ended; "
-                    "the process group waits no longer"
+                    f"{answers.silence()} within {limit_s:.0f} s, the time-out of the process "
+                    "group: these ranks are late, run another program (one that is not compiled, "
+                    "for example), or have ended"
                 )
             if waited_s > SILENCE_S and not is_said:
                 is_said = True
-                LOG.warning("megamoe: waits on, for %.0f s: %s", waited_s, answers.silence())
+                LOG.warning(
+                    "megamoe: this rank has waited for %.0f s and goes on waiting: %s",
+                    waited_s,
+                    answers.silence(),
+                )
             time.sleep(pause)
             pause = min(2 * pause, SLOWEST_POLL_S)
 

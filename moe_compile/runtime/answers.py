@@ -13,14 +13,14 @@ REMEDY: Final = (
     "Running on would corrupt data silently. Compare the ranks' programs, options, sources and "
     "torch versions (TORCH_LOGS=+moe_compile)."
 )
-ACROSS: Final = "across process groups: their own programs launch collectives so"
+ACROSS: Final = "across process groups, because their own programs differ in this order"
 Position = tuple[str, int]
 """Key of a journal, and the position where a call begins."""
 
 
 ONE_SIDED: Final = (
-    "Where a layer runs on some ranks only, as under `if images.any()`, let all ranks run it, with "
-    "no rows where there are none."
+    "If a layer runs on some ranks only, for example under `if images.any()`, let all ranks run "
+    "it, with zero rows on ranks that have none."
 )
 
 
@@ -64,17 +64,17 @@ def conflict_of(journal: CallLog, theirs: Mapping[str, Any], mine: Mapping[str, 
         if theirs["collectives"][their] != mine["collectives"][our]:
             return (
                 f"{who} launch different collectives {where}; the first difference is collective "
-                f"{position + 1}: {_said(theirs, their)}, {_said(mine, our)}. Where a rank ran "
-                f"some eagerly, these were not counted. {REMEDY}"
+                f"{position + 1}: {_said(theirs, their)}, {_said(mine, our)}. Collectives that a "
+                f"rank ran eagerly were not counted. {REMEDY}"
             )
     is_running = any(e["is_launched"] and e["plan"] for e in (theirs, mine))
     is_cut = (theirs["start"], theirs["order"]) != (mine["start"], mine["order"])
     if is_running and (is_cut or theirs["plan"] != mine["plan"]):
         return (
             f"{who} launch the same collectives {where} from collective "
-            f"{max(theirs['start'], mine['start']) + 1} on, but rewrote them differently"
-            f"{', in other graphs' if is_cut else ''}, and one runs already what was agreed "
-            f"before{_left(theirs, mine)}. {REMEDY}"
+            f"{max(theirs['start'], mine['start']) + 1} on, but rewrote them "
+            f"differently{', in different graphs' if is_cut else ''}, and one of them already runs "
+            f"the rewrite that ranks agreed on before{_left(theirs, mine)}. {REMEDY}"
         )
     return ""
 
@@ -95,10 +95,11 @@ def _conflict_of_passes(
     place, begun = forward["places"][-1], back["places"][0]
     return (
         f"ranks {forward['rank']} and {back['rank']} (of ranks {journal.ranks}) launch different "
-        f"numbers of collectives in compiled code on process group {journal.group!r}: rank "
-        f"{forward['rank']} runs a forward pass with collectives {first} to {last}, the last "
-        f"{forward['collectives'][-1]} at {place}, and rank {back['rank']}, which launched "
-        f"{back['start']}, begins the backward pass of the program at {begun}. {ONE_SIDED} {REMEDY}"
+        f"numbers of collectives in compiled code on process group {journal.group!r}. Rank "
+        f"{forward['rank']} runs a forward pass with collectives {first} to {last}, the last of "
+        f"them {forward['collectives'][-1]} at {place}. Rank {back['rank']} has launched "
+        f"{back['start']} collectives, and begins the backward pass of the program at {begun}. "
+        f"{ONE_SIDED} {REMEDY}"
     )
 
 
@@ -118,12 +119,12 @@ def conflict_of_counts(journal: CallLog, theirs: Mapping[str, Any], rank: int) -
         return ""
     return (
         f"ranks {theirs['rank']} and {rank} (of ranks {journal.ranks}) are at different places of "
-        f"their programs: rank {theirs['rank']} waits until all are to launch collectives "
-        f"{theirs['start'] + 1} to {reach(theirs)} of compiled code on process group "
-        f"{journal.group!r}, the first {theirs['collectives'][0]} at {theirs['places'][0]}, and "
-        f"rank {rank}, which ran compiled code up to collective {journal.end}, launched "
-        f"{launched - before} others there since, in a backward pass or in code that is not "
-        f"compiled. {ONE_SIDED} {REMEDY}"
+        f"their programs. Rank {theirs['rank']} waits until all ranks are ready to launch "
+        f"collectives {theirs['start'] + 1} to {reach(theirs)} of compiled code on process group "
+        f"{journal.group!r}, the first of them {theirs['collectives'][0]} at "
+        f"{theirs['places'][0]}. Rank {rank} ran compiled code up to collective {journal.end}, and "
+        f"has since launched {launched - before} other collectives on this group, in a backward "
+        f"pass or in code that is not compiled. {ONE_SIDED} {REMEDY}"
     )
 
 
@@ -224,7 +225,7 @@ class Answers:
             left = f" ({one['left']})" if one["left"] else ""
             found.setdefault(f"{plan}{long}{left}", set()).add(one["rank"])
         if len(found) == 1:  # and yet not alike
-            return f"{next(iter(found))}, in other orders {ACROSS}"
+            return f"{next(iter(found))}, in different orders {ACROSS}"
         return "; ".join(f"ranks {sorted(found[what])}: {what}" for what in sorted(found))
 
     def silence(self) -> str:

@@ -46,8 +46,8 @@ ROW_LENGTH: Final = re.compile(r"\[(?:\d+|\*)\]")
 """Last dimension in a record of a launch: local where it is that of the tokens."""
 
 PLANNED_ALIKE: Final = (
-    "though what they planned is alike: a pass failed on some ranks only, or other values need "
-    "gradients, or gradients go elsewhere there."
+    "although their plans are the same. Either a pass failed on some ranks only, or ranks differ "
+    "in the values that need gradients or in the places where gradients are added."
 )
 
 
@@ -112,11 +112,12 @@ def _other_numbers(who: str, where: str, group: str, theirs: str, mine: str) -> 
     place, (their, our) = next(i for i in enumerate(numbers, 1) if i[1][0] != i[1][1])
     return (
         f"{who} compiled different orders of the collectives of several process groups for "
-        f"{where}, {PLANNED_ALIKE} Launch {place} on {group!r} is launch {their} of all on the "
-        f"one, and {our} on the other. Each group's order is right, but where a launch holds up "
-        "what follows it, as communicators made at first use do and CUDA_DEVICE_MAX_CONNECTIONS=1, "
-        "ranks may wait for each other without end. Compare the ranks' programs, options, sources "
-        "and torch versions (TORCH_LOGS=+moe_compile)."
+        f"{where}, {PLANNED_ALIKE} Launch {place} on group {group!r} is number {their} of all "
+        f"launches on the first rank, and number {our} on the second. The order within each group "
+        "is right. But if a launch holds up later launches (when a communicator is made at its "
+        "first use, or with CUDA_DEVICE_MAX_CONNECTIONS=1), ranks may wait for each other without "
+        "end. Compare the ranks' programs, options, sources and torch versions "
+        "(TORCH_LOGS=+moe_compile)."
     )
 
 

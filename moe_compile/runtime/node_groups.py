@@ -138,7 +138,9 @@ def check_seats(ranks: Sequence[int], seats: Sequence[Seat]) -> int:
             f"{odd.rank} has {len(odd.node)}: all nodes must have the same number of ranks"
         )
     if len(ranks) % num_local:
-        raise _misfit(f"nodes of {num_local} ranks do not divide a group of {len(ranks)}")
+        raise _misfit(
+            f"a group of {len(ranks)} ranks does not divide into nodes of {num_local} ranks"
+        )
     for seat in seats:
         if seat.rank not in ranks:
             raise _misfit(f"rank {seat.rank} is not in the group {list(ranks)}")

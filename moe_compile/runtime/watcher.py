@@ -97,7 +97,11 @@ class Watcher(threading.Thread):
                     return
                 has_news = self._look()
             except STORE_ERRORS as error:
-                LOG.debug("megamoe: the store is gone, ranks are watched no more: %s", error)
+                LOG.debug(
+                    "megamoe: the process group's store has ended, so megamoe no longer watches "
+                    "the ranks: %s",
+                    error,
+                )
                 return
             slowest = SLOW_S / 2 if self._standstill.is_near() else SLOW_S
             pause = QUICK_S if has_news else min(1.5 * pause, slowest)
@@ -215,9 +219,10 @@ class Standstill:
                 first = journal.ranks[0]
                 return (
                     f"ranks {first} and {self._rank} (of ranks {journal.ranks}) launched different "
-                    f"collectives on process group {journal.group!r}: number {number} of all, "
-                    f"compiled or not, is {said} on rank {first}, whose compiled code came "
-                    f"{theirs['at']}, and {mine[number]} on rank {self._rank}, whose came "
+                    f"collectives on process group {journal.group!r}. Collective {number}, counted "
+                    f"over compiled and other code, is {said} on rank {first} and {mine[number]} "
+                    f"on rank {self._rank}. Compiled code of rank {first} had launched "
+                    f"{theirs['at']}, and that of rank {self._rank} had launched "
                     f"{_place(journal)}. {ONE_SIDED} {REMEDY}"
                 )
         return ""
@@ -226,5 +231,5 @@ class Standstill:
 def _place(journal: CallLog) -> str:
     call = journal.last()
     if call is None:
-        return "to nothing yet"
-    return f"to collectives {call.start + 1} to {call.end}, at {call.program.places[0]}"
+        return "nothing yet"
+    return f"collectives {call.start + 1} to {call.end}, at {call.program.places[0]}"

@@ -24,15 +24,18 @@ from moe_compile.simulator.scenario import Prediction
 
 NOTE: Final = "Predicted by formulas; nothing was run."
 BETWEEN_NODES: Final = (
-    "flat, exact, rounded: megamoe's plain all-to-all and two hops, rows or rows and sums; chunks "
-    "are of experts, slices of tokens, parts of the batch, a sequence or more each. All others "
-    "send a row once to a node, over both links at once, as DeepEP's kernels do; tiles: fused too, "
-    "as MegaScale-MoE's; two-batches: as DeepSeek-V3 runs. MB: rows a rank sends to other nodes, "
-    "and to ranks of its own, in one layer for one micro-batch."
+    "flat, exact and rounded are megamoe's schedules: a plain all-to-all, two hops for rows that "
+    "are copied, and two hops also for rows that are summed. Chunks are chunks of experts, slices "
+    "are slices of tokens, parts are parts of the batch with one sequence or more each. All other "
+    "schedules send a row once to each node, over both links at once, as DeepEP's kernels do; "
+    "tiles also fuses compute and communication, as MegaScale-MoE does; two-batches is the "
+    "schedule of DeepSeek-V3. MB: rows that a rank sends to other nodes, and to ranks of its own "
+    "node, in one layer for one micro-batch."
 )
 MORE_THAN_A_GPU: Final = (
-    "A GPU has less in every row: counted are all activations, in bf16. A job of that size "
-    "recomputes some or keeps them in fewer bytes: DeepSeek-V3 did (its report, 3.2.3 and 3.3.3)."
+    "Every row needs more memory than a GPU has, because all activations are counted, in bf16. A "
+    "job of that size recomputes some activations or keeps them in fewer bytes, as DeepSeek-V3 did "
+    "(its report, 3.2.3 and 3.3.3)."
 )
 BOUND_COLUMNS: Final = ("sequential", "inter-op", "best chunks", "tiles", "two-batches")
 
@@ -65,14 +68,14 @@ def print_predictions(rows: Sequence[Prediction], title: str, console: Console) 
     console.print(table)
     console.print(
         f"{NOTE} *: schedules that megamoe runs. exposed: time of collectives while no compute "
-        "runs. of bound: time with free collectives, divided by time. GB: bytes counted, "
-        "without those of the allocator and NCCL. over: how much faster than "
+        "runs. of bound: time of a step if collectives took no time, divided by its time. GB: "
+        "memory without that of the allocator and of NCCL. over: how much faster than "
         f"{rows[0].schedule!r}."
     )
     if not fits:
         console.print(MORE_THAN_A_GPU)
     elif not all(row.fits_memory for row in rows):
-        console.print("!: more than a GPU has.")
+        console.print("!: more memory than a GPU has.")
     if crosses:
         console.print(BETWEEN_NODES)
 
@@ -112,9 +115,11 @@ def print_checks(checks: Sequence[Check], console: Console) -> None:
         console.print(table)
         error = check.heldout_mape_percent
         if error is None:
-            console.print("Every row was fitted: no evidence.")
+            console.print("Every row was used in the fit, so this table is no evidence.")
         else:
-            console.print(f"Mean absolute error of held-out rows: {error:.1f} %.")
+            console.print(
+                f"Mean absolute error of the rows that were not used in the fit: {error:.1f} %."
+            )
     console.print(NOTE)
 
 
@@ -138,7 +143,7 @@ def print_changes(changes: Sequence[Change], own: Change, gpus: int, console: Co
         f"megamoe and its recipe have these changes: {own.by}. With these changes alone: "
         f"{own.seconds:.2f} s, {own.total_gain:.2f}x."
     )
-    console.print(f"{NOTE} In another order each change has another gain.")
+    console.print(f"{NOTE} In another order, each change gains a different amount.")
 
 
 def print_bounds(bounds: Sequence[ScheduleBound], title: str, console: Console) -> None:
@@ -178,12 +183,12 @@ def print_part_shares(rows: Sequence[PartShares], cluster: str, console: Console
         table.add_row(row.model, row.way, row.products, link, *figures)
     console.print(table)
     console.print(
-        f"{NOTE} Figures are of one layer, forward and backward, in % of the same layer with free "
-        "collectives. Each rank has as many sequences as parts. The cost of megamoe's own "
-        "operators is included. blocks: so many layers are scheduled as one. link: time of "
-        "collectives, in % of compute. limit: the most that any order of the same kernels as in "
-        "the column before it can reach. packed apart: that column, if kernels of their own "
-        "packed the rows."
+        f"{NOTE} Figures are in %: the time of one layer, forward and backward, if collectives "
+        "took no time, divided by its time. Each rank has as many sequences as parts. The cost of "
+        "megamoe's own operators is included. blocks: number of layers that are scheduled as one. "
+        "link: time of collectives, in % of compute. limit: the highest figure that any order of "
+        "the kernels of the column before can reach. packed apart: the figure of that column if "
+        "separate kernels packed the rows."
     )
 
 

@@ -20,9 +20,9 @@ WEIGHTS: Final = "weight gradients"
 EXCHANGES: Final = "communication"
 INSIDE: Final = NODE_LINK
 LEGEND: Final = (
-    f"Each has two rows: compute ({FORWARD}; {BACKWARD}, whose names end in '; {WEIGHTS}, dW) and "
-    f"{EXCHANGES}; with two hops a third, {INSIDE}, for hop 2. Where a row is empty its stream "
-    "waits."
+    f"Each timeline has two rows: compute ({FORWARD}; {BACKWARD}, whose names end in '; {WEIGHTS}, "
+    f"dW) and {EXCHANGES}; with two hops it has a third row, {INSIDE}, for hop 2. An empty stretch "
+    "of a row means that its stream waits."
 )
 
 

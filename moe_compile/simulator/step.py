@@ -181,7 +181,9 @@ def predict_step(setting: Setting) -> StepTime:
 def _check(setting: Setting) -> None:
     job, method = setting.job, setting.method
     if method.attention is AttentionSharding.WHOLE and method.ranks != 1:
-        raise InvalidConfig(f"attention as a whole needs one rank; ranks is {method.ranks}")
+        raise InvalidConfig(
+            f"attention that is not divided over ranks needs ranks = 1; ranks is {method.ranks}"
+        )
     if job.gpus % (job.pipeline * method.ranks):
         raise InvalidConfig(
             f"{job.gpus} GPUs do not divide into {job.pipeline} stages of {method.ranks} ranks; "

@@ -34,8 +34,8 @@ def forbid_eager_beyond_limit(place: str) -> None:
     config.fail_on_recompile_limit_hit = True
     LOG.warning(
         "megamoe: the code at %s was compiled %d times, as often as Dynamo's recompile_limit "
-        "allows. At its next recompile this rank alone would run the code in eager mode, while "
-        "other ranks run the rewritten program: from now on such a recompile is an error "
+        "allows. At the next recompile this rank alone would run the code in eager mode, while "
+        "other ranks run the rewritten program, so megamoe makes this recompile an error "
         "(fail_on_recompile_limit_hit). To do: call torch._dynamo.mark_dynamic(x, 0) on tensors "
         "whose number of tokens changes, compile with dynamic=True, or set a higher "
         "torch._dynamo.config.recompile_limit",

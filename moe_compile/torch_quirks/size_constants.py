@@ -50,20 +50,22 @@ def refuse_wrong_constants(graph: fx.Graph) -> None:
     if config.automatic_dynamic_shapes:
         _fix_sizes()
         _warn_once(
-            f"megamoe: {source_place(node)} is compiled anew for each number of tokens: torch "
-            "computes the tensor there from what stands in for a size while it traces, and a "
-            f"number read of it may be wrong in any compiled program. {REMEDY}"
+            f"megamoe: {source_place(node)} is compiled again for each number of tokens: when "
+            "torch traces this line, it computes the tensor from a placeholder of a size, and a "
+            f"number that is read from the tensor may be wrong in any compiled program. {REMEDY}"
         )
         raise TensorifyScalarRestartAnalysis(restart_reason="a number of a symbol's stand-in")
     _warn_once(
-        f"megamoe: {source_place(node)} runs eagerly: torch computes the tensor there from what "
-        "stands in for a size that is marked dynamic, and a number read of it may be wrong in any "
-        f"compiled program. {REMEDY}"
+        f"megamoe: {source_place(node)} runs eagerly: torch computes the tensor from a placeholder "
+        "of a size that is marked dynamic, and a number that is read from the tensor may be wrong "
+        f"in any compiled program. {REMEDY}"
     )
     raise DataDependentOutputException(READ)
 
 
-REMEDY: Final = "To do: compute it of numbers, with math.ceil and max, instead of tensors"
+REMEDY: Final = (
+    "To do: compute the number from Python numbers, by math.ceil and max, instead of tensors"
+)
 
 
 def _fix_sizes() -> None:

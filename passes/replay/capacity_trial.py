@@ -35,7 +35,7 @@ from moe_compile.regions.count_facts import CountFacts
 from passes.replay.capacity_chunks import CapacityChunk, pieces_of
 from passes.replay.factor_pieces import Pieces
 
-NOT_TRIED: Final = "its operators could not be tried without values"
+NOT_TRIED: Final = "its operators could not be run on tensors without values"
 
 
 MOVES: Final = SAME_VALUES | frozenset(
@@ -70,7 +70,7 @@ def try_chunks(region: CapacityRegion, bounds: Sequence[range]) -> Trial:
     ]
     for node, all_of_it, some in pairs:
         if [call.func for call in all_of_it] != [call.func for call in some]:
-            said = "runs other operators for a part of the experts"
+            said = "runs different operators for some of the experts than for all of them"
             return Trial(refused=f"{operator_at(node)}: {said}")
     return Trial(last_bits=next(_last_bits(pairs), ""))
 
@@ -89,7 +89,7 @@ def _arithmetic(calls: Sequence[Call]) -> list[Call]:
 def _run(region: CapacityRegion) -> FakeRun:
     fake = fake_mode_of([value_of(node) for node in region.body])
     if fake is None:
-        raise TypeError("tensors of another kind")
+        raise TypeError("its tensors were not made by the tracer")
     return FakeRun(fake, modes(region.result.graph), region.result)
 
 

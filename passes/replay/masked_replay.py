@@ -227,7 +227,11 @@ def emit_row_order(
     num_rows = assert_all_are_sent(emit, region, rows_per_chunk)
     for other in dict.fromkeys(one.sent for one in region.beside):
         is_alike = emit.call(operator.eq, emit.method("size", other, 0), num_rows)
-        emit.call(ASSERT, is_alike, "what is sent beside the rows has not one entry per row")
+        emit.call(
+            ASSERT,
+            is_alike,
+            "a tensor that is sent beside the rows does not have one entry per row",
+        )
     rows = emit.call(torch.arange, num_rows, device=counts.device)
     by_chunk = emit.call(torch.argsort, axis.chunk_of_run, stable=True)
     ends = _runs(emit, axis.run_counts)

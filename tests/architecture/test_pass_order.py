@@ -16,7 +16,7 @@ def test_every_pass_finds_the_facts_it_needs(level):
 
 
 def test_a_wrong_order_is_found_without_a_graph():
-    with pytest.raises(ContractViolation, match="route_exchanges is to come after quantize"):
+    with pytest.raises(ContractViolation, match="route_exchanges must come after quantize"):
         check_order(Level(DYNAMO.passes[::-1]))
 
 

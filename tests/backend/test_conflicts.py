@@ -59,8 +59,11 @@ def test_a_backward_pass_and_what_other_ranks_launch(other, is_conflict):
 
 def test_the_message_has_what_each_launches():
     said = conflict_of(journal(), forward(TWICE, start=0, launched=0), BACKWARD)
-    assert "rank 0 runs a forward pass with collectives 1 to 6, the last all_to_all" in said
-    assert "rank 1, which launched 3, begins the backward pass of the program at here" in said
+    assert "Rank 0 runs a forward pass with collectives 1 to 6, the last of them all_to_all" in said
+    assert (
+        "Rank 1 has launched 3 collectives, and begins the backward pass of the program at here"
+        in said
+    )
 
 
 @pytest.mark.parametrize(

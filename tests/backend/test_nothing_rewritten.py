@@ -87,7 +87,7 @@ def test_a_function_with_an_exchange_that_dynamo_skipped_is_named(fake_ranks, sa
     program(torch.ones(4))
     program(torch.ones(4))
     (text,) = said()
-    assert "in in_a_loop" in text and "leaves the function to Python for line" in text
+    assert "in in_a_loop" in text and "leaves the function to Python because of line" in text
     assert "ignore_logging_functions" in text
 
 

@@ -62,7 +62,10 @@ def test_another_order_across_groups_ends_all_ranks(tmp_path):
         pool.run(scheduled_otherwise_on_rank_one, tmp_path)
     said = next(tmp_path.glob("raised*")).read_text()
     assert "different orders of the collectives of several process groups" in said
-    assert re.search(r"is launch (5 of all on the one, and 6|6 .*, and 5) on the other", said)
+    assert re.search(
+        r"is number (5 of all launches on the first rank, and number 6|6 .*, and number 5) on the",
+        said,
+    )
 
 
 class Shared:
@@ -120,4 +123,4 @@ def test_programs_written_in_another_order_across_groups_have_other_plans(fake_r
         ("key", 0): [{"rank": i, "plan": p.plan, "num": 3, "left": ""} for i, p in enumerate(plans)]
     }
     assert not answers.are_alike()
-    assert answers.said() == f"plan dddddddd, in other orders {ACROSS}"
+    assert answers.said() == f"plan dddddddd, in different orders {ACROSS}"

@@ -161,8 +161,8 @@ def test_a_layer_on_one_rank_only_ends_every_rank_by_name(tmp_path, make):
     size = 1 if make is Exchange else 3
     for said in printed:
         assert "launch different numbers of collectives in compiled code" in said
-        assert f"rank 0 runs a forward pass with collectives 1 to {2 * size}, the last" in said
-        assert f"and rank 1, which launched {size}, begins the backward pass" in said
+        assert f"Rank 0 runs a forward pass with collectives 1 to {2 * size}, the last" in said
+        assert f"Rank 1 has launched {size} collectives, and begins the backward pass" in said
         if make is experts:  # a warning, before anything runs
             assert "ranks decided differently" in said
             assert ", 6 collectives" in said
@@ -183,8 +183,8 @@ def test_a_rank_that_launches_what_is_not_compiled_in_place_of_what_another_wait
     """Rank 0 waited for the group's time-out."""
     _, printed = ends(tmp_path, run_beside_eager_code, False)
     for said in printed:
-        assert "rank 0 waits until all are to launch collectives 2 to 4" in said
-        assert "rank 1, which ran compiled code up to collective 1, launched 1 others" in said
+        assert "Rank 0 waits until all ranks are ready to launch collectives 2 to 4" in said
+        assert "Rank 1 ran compiled code up to collective 1, and has since launched 1 other" in said
 
 
 @pytest.mark.slow
@@ -192,8 +192,8 @@ def test_a_backward_pass_of_one_rank_and_the_next_step_of_another(tmp_path):
     """Only rank 0 says something: rank 1 runs nothing that it did not run before."""
     _, printed = ends(tmp_path, skip_backward)
     for said in printed:
-        assert "rank 1 runs a forward pass with collectives 2 to 2" in said
-        assert "and rank 0, which launched 1, begins the backward pass" in said
+        assert "Rank 1 runs a forward pass with collectives 2 to 2" in said
+        assert "Rank 0 has launched 1 collectives, and begins the backward pass" in said
 
 
 @pytest.mark.slow
@@ -202,8 +202,11 @@ def test_code_that_all_ran_before_and_rank_one_otherwise(tmp_path):
     statuses, printed = ends(tmp_path, part_in_what_all_know)
     assert EXIT_STATUS in statuses
     for said in printed:
-        assert "number 3 of all, compiled or not, is all_to_all(BFloat16) on rank 0" in said
-        assert "came to collectives 3 to 3, at test_places_apart.py" in said
+        assert (
+            "Collective 3, counted over compiled and other code, is all_to_all(BFloat16) on rank 0"
+            in said
+        )
+        assert "had launched collectives 3 to 3, at test_places_apart.py" in said
         assert "and all_reduce(BFloat16) on rank 1" in said
 
 
@@ -218,7 +221,7 @@ def wait_for_one_that_left(rank, path):
 def test_a_rank_that_left_the_process_group_is_waited_for_no_longer(tmp_path):
     with RankPool(2, timeout_s=TIMEOUT_S) as pool:
         (ended, said), _ = pool.run(wait_for_one_that_left, tmp_path)
-    assert "ranks [1] have left their program, but ranks [1] did not reach collective 2" in said
+    assert "left the process group, and ranks [1] did not reach collective 2" in said
     left = (tmp_path / "rank_parts1").read_text().split()[1]
     assert ended - float(left) < NOTICED_S
 

@@ -79,7 +79,7 @@ def test_an_error_of_too_little_memory_names_the_options_that_hold_more():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         agreed_callable(too_large, {}, None, told)()
     (note,) = caught.value.__notes__
-    assert "max_memory_increase = 0.3 lets" in note and "nodes = 'exact': two hops hold" in note
+    assert "max_memory_increase = 0.3 lets" in note and "nodes = 'exact': in two hops" in note
     nothing = MegaMoEConfig(schedule=False, recompute="model")
     assert what_to_lower(nothing) == ""
     with pytest.raises(torch.OutOfMemoryError) as caught:

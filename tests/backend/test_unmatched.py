@@ -59,7 +59,7 @@ def warnings_of(caplog):
 @pytest.mark.parametrize(
     ("program", "reason", "remedy"),
     [
-        (one_way, "no exchange with the split lists swapped", "send the rows back"),
+        (one_way, "by the two split lists, swapped", "send the rows back"),
         (by_sizes_read_before, "its split sizes do not come from", "take the split sizes from"),
         (in_equal_parts, "its split sizes are static", "nothing if it dispatches no tokens"),
     ],
@@ -96,7 +96,7 @@ def test_the_exchange_that_is_spoken_of_is_the_one_whose_place_is_given(fake_ran
     with caplog.at_level(logging.WARNING, logger="moe_compile"):
         compile_program(beside_another, fake_ranks)
     (warning,) = warnings_of(caplog)
-    assert " in one_way is left as it is, as others are, and no MoE region" in warning
+    assert " in one_way is left as it is, like others, and no MoE region" in warning
     assert "docs/reasons.md#no_combine" in warning
 
 

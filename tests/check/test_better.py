@@ -149,7 +149,7 @@ def test_ways_that_do_the_same_are_predicted_once_and_the_fastest_are_raced(reco
     forms = predicted(record, **many)
     again = [{"us": 0.0, "plan": [3]}, {"us": 0.0, "plan": []}]
     judge_prediction("again", record, again)
-    assert record.data["skipped"][0]["why"] == "does what is done by: chunks = 3"
+    assert record.data["skipped"][0]["why"] == "it makes the same rewrites as: chunks = 3"
     names = by_prediction(record.data["predicted"], forms)
     assert names == [AS_ASKED.name, *(f"chunks = {RACED + 2 - n}" for n in range(RACED))]
     assert record.data["predicted"]["chunks = 3"]["us"] == 47.0  # of the slowest rank
@@ -191,7 +191,7 @@ def race_of(record, **plans):
 def test_ways_that_do_the_same_are_raced_once(record):
     race = race_of(record, megamoe=[2], four=[4], eight=[4])
     assert [*race.plans] == ["megamoe", "four"]
-    assert record.data["skipped"][0]["why"] == "does what is done by: four"
+    assert record.data["skipped"][0]["why"] == "it makes the same rewrites as: four"
 
 
 def times(**seconds):

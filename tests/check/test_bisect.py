@@ -144,7 +144,7 @@ def test_a_form_is_slow_where_its_whole_interval_is_above_inductors(tmp_path, ou
     (row,) = record.data["tried"]
     assert (row["holds"], row["passes"]) == (is_right, ["a", "b", "pin_order"])
     assert verdict_of(AS_ASKED, record) == ("holds" if is_right else "wrong")
-    assert "of Inductor's" in row["found"] and not record.data["failures"]
+    assert "times as long as by Inductor" in row["found"] and not record.data["failures"]
 
 
 class Alone:
@@ -177,7 +177,10 @@ def test_the_pass_by_which_steps_are_slow_is_named(tmp_path, culprit):
     found = team.record.data["culprit"]
     if culprit:
         assert found["names"] == (culprit,) and found["right_up_to"] == "rewrite_regions"
-        assert "a step takes 1.200 (1.200 to 1.200) of Inductor's" in sentences(found)[1]
+        assert (
+            "a step takes 1.200 (1.200 to 1.200) times as long as by Inductor"
+            in sentences(found)[1]
+        )
     else:
         assert found == {"why": NOT_SLOWER}
 
@@ -221,8 +224,8 @@ def test_a_command_is_run_without_passes_until_the_culprit_is_known(tmp_path, ca
         "without fold_row_moves",
     ]  # fmt: skip
     said = capsys.readouterr().out
-    assert "right with passes up to rewrite_regions, wrong from fold_row_moves on" in said
-    assert "to go on without it: MEGAMOE_DISABLE_PASSES=fold_row_moves" in said
+    assert "right with passes up to rewrite_regions, and wrong from fold_row_moves on" in said
+    assert "to run without the culprit: MEGAMOE_DISABLE_PASSES=fold_row_moves" in said
 
 
 def test_a_command_that_does_not_end_is_bad(tmp_path):
@@ -250,12 +253,12 @@ def test_passes_left_out_before_stay_so(tmp_path, monkeypatch, capsys):
 def test_blocks_that_are_wrong_together_alone_are_said():
     found = {
         "names": ["a", "b"], "right_up_to": "", "wrong_from": "a", "block": 3, "is_alone": False,
-        "left_out_before": ["c"], "tensor": "the first that differs is x",
+        "left_out_before": ["c"], "tensor": "the first tensor that differs is x",
     }  # fmt: skip
     assert sentences(found) == [
-        "it is right without passes, wrong from a on",
-        "culprit: passes a, b, in blocks 1 to 3 together; the first that differs is x",
-        "to go on without it: --megamoe.disable_passes c,a,b",
+        "values are right without passes, and wrong from a on",
+        "culprit: passes a, b, in blocks 1 to 3 together; the first tensor that differs is x",
+        "to run without the culprit: --megamoe.disable_passes c,a,b",
     ]
     assert sentences({}) == []
 
@@ -263,8 +266,8 @@ def test_blocks_that_are_wrong_together_alone_are_said():
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ([], "write either a job's file, or -- and"),
-        (["job.toml", "--", "python"], "write either a job's file"),
+        ([], "write either the path of a job, or -- and"),
+        (["job.toml", "--", "python"], "write either the path of a job"),
         (["--training.steps=3", "--", "python"], "write '--training.steps=3' after --"),
         (["--slow", "--", "python"], "--slow works for torchtitan jobs"),
         (["deepseek_v3_debug_cpu", "--slow", "--megamoe.codegen=fx"], "leave one of the two out"),

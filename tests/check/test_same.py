@@ -116,7 +116,7 @@ def test_equal_bits_hold_and_others_fail_with_the_rank_and_the_passes(tmp_path):
     assert not judged(tmp_path, NODE_BY_NODE, OURS, OURS).data["failures"]
     record = judged(tmp_path, NODE_BY_NODE, OURS, replace(OURS, difference=FIRST))
     (failure,) = record.data["failures"]
-    assert "step 1: loss on rank 1: its norm is 2, as written 1; 3 later ones" in failure["why"]
+    assert "step 1: loss on rank 1: its norm is 2, and 1 as written; 3 later" in failure["why"]
     assert "Passes that changed a graph: rewrite_regions" in failure["why"]
     assert record.data["rows"][0]["first_difference"]["rank"] == 1
     assert record.data["rows"][0]["regions"] == ["4 regions chunked"]
@@ -127,7 +127,7 @@ def test_a_program_that_does_not_repeat_its_bits_fails_and_is_named_where_megamo
     record = judged(tmp_path, AGAIN, FINE, other)
     assert record.data["failures"] and record.data["repeats"] is False
     record = judged(tmp_path, NODE_BY_NODE, replace(OURS, difference=FIRST), repeats=False)
-    assert "as written it does not repeat" in record.data["failures"][0]["why"]
+    assert "the program as written does not repeat" in record.data["failures"][0]["why"]
 
 
 @pytest.mark.parametrize(("off", "is_same"), [(FLOOR_ALONE, True), (1.01 * FLOOR_ALONE, False)])
@@ -166,7 +166,7 @@ def test_inductors_distances_are_kept_and_no_number_fails(tmp_path):
 def test_megamoe_that_rewrote_nothing_on_any_rank_fails(tmp_path):
     nothing = replace(FINE, nothing="no all-to-all is in any graph")
     (failure,) = judged(tmp_path, NODE_BY_NODE, nothing, nothing).data["failures"]
-    assert "this shows nothing: no all-to-all" in failure["why"]
+    assert "equal results show nothing: no all-to-all" in failure["why"]
     assert not judged(tmp_path, NODE_BY_NODE, nothing, OURS).data["failures"]
     assert not judged(tmp_path, AS_WRITTEN, FINE).data["failures"]
 
@@ -193,9 +193,10 @@ REGION = {"remarks": (), "dispatch": "all_to_all"}
         ({"nodes": "rounded"}, {}, ('nodes = "rounded"',)),
         ({"combine_wire": "fp8_forward"}, {}, ("rows in eight bits",)),
         ({}, {"dispatch": "all_gather"}, ('dispatch = "all_gather"',)),
-        ({}, {"remarks": ("last bits may differ: a CPU may round a row by where it lies in memory "
-                          "(mm)", "planned")},
-         ("last bits may differ: a CPU may round a row by where it lies in memory (mm)",)),
+        ({}, {"remarks": ("last bits may differ: a CPU may round a row differently depending on "
+            "its address in memory (mm)", "planned")},
+         ("last bits may differ: a CPU may round a row differently depending on its address in "
+             "memory (mm)",)),
     ],
 )  # fmt: skip
 def test_what_leaves_bits_open_is_said(options, region, wanted):

@@ -156,7 +156,7 @@ def of_checkpoints():
         ({"blocks": []}, "write modules of the model that are to be compiled"),
         ({"state": [3]}, "its 'state' has a int; write objects with state_dict"),
         ({"options": 3}, "its 'options' has a int"),
-        ({"optimiser": 3}, "it returned 'optimiser'. Did you mean 'optimizer'"),
+        ({"optimiser": 3}, "it returned the unknown key 'optimiser'. Did you mean 'optimizer'"),
     ],
 )
 def test_a_wrong_part_is_named_with_what_to_write(change, wanted):
@@ -167,7 +167,7 @@ def test_a_wrong_part_is_named_with_what_to_write(change, wanted):
 def test_what_is_missing_or_compiled_already_is_refused():
     with pytest.raises(InvalidConfig, match="it returned a list; return a dictionary with model"):
         given_by([])
-    with pytest.raises(InvalidConfig, match="it returned no 'step'"):
+    with pytest.raises(InvalidConfig, match="it did not return the key 'step'"):
         given_by({k: v for k, v in returned().items() if k != "step"})
     result = returned()
     result["model"][0].compile(backend="eager")
@@ -213,14 +213,14 @@ def test_a_script_imports_what_lies_beside_it(tmp_path, monkeypatch):
     [
         (["none.py:f"], "none.py: No such file"),
         (["a.py"], "a.py is a script: write a.py:make_step, to name the function"),
-        (["a.py:make_steps"], "a.py has no function 'make_steps'; its functions are make_step"),
+        (["a.py:make_steps"], "a.py has no function 'make_steps'; the script has make_step"),
         (["wrong.py:f"], "wrong.py is not Python"),
         (["a.py:make_step", "--layers", "2"], "--layers works for torchtitan jobs only"),
         (["a.py:make_step", "--training.steps", "2"], "for a script only flags of megamoe work"),
         (["a.py:make_step", "--megamoe.chunk", "2"], "--megamoe.chunk: megamoe has no option"),
-        (["a.py:make_step", "--megamoe.chunks"], "--megamoe.chunks: write its value behind it"),
+        (["a.py:make_step", "--megamoe.chunks"], "--megamoe.chunks: write a value after this flag"),
         (["a.py:make_step", "--megamoe.chunks", "0"], "megamoe.chunks is 0; write"),
-        (["a.py:make_step", "--write", "--sections=better"], "write them into its options"),
+        (["a.py:make_step", "--write", "--sections=better"], "write these options into the"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, monkeypatch, capsys, words, wanted):

@@ -116,4 +116,4 @@ def test_a_script_is_checked_as_a_job_is(tmp_path):
     check_same(Trials(team, Script(), MegaMoEConfig(codegen="fx"), 2))
     assert [row["holds"] for row in record.data["rows"]] == [True] * 3
     (failure,) = record.data["failures"]
-    assert failure["what"] == "megamoe, node by node" and "shows nothing" in failure["why"]
+    assert failure["what"] == "megamoe, node by node" and "show nothing" in failure["why"]

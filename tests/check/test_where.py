@@ -135,14 +135,16 @@ def test_of_several_runs_the_one_of_median_exposed_time_is_told():
 def test_runs_that_cannot_be_told_apart_are_not_compared():
     found = window([(10, 100, 60), (110, 400, 110)], records=[planned()] * 2)
     assert not found.seen
-    assert "has 1 runs of compiled graphs with collectives, and 2 ran" in found.faults[0]
+    assert (
+        "has 1 runs of compiled graphs with collectives, but 2 such graphs ran" in found.faults[0]
+    )
 
 
 def test_a_run_with_other_launches_than_the_reports_is_left_out_and_said():
     found = window([(10, 100, 60), (110, 400, 110)], records=[planned((EXCHANGE, GATHER))])
     assert not found.seen
     assert (
-        "launch 2 is all_gather_into_tensor in the report and all_to_all_single" in found.faults[0]
+        "launch 2 is all_gather_into_tensor in the report but all_to_all_single" in found.faults[0]
     )
 
 
@@ -244,14 +246,14 @@ def test_the_table_and_the_lines_have_what_was_measured(tmp_path):
     (line,) = [line for line in said.splitlines() if "2 all_to_all m.py:1" in line]
     assert line.split()[3:10] == ["0.40", "0.00", "0.40", "1.18", "0.00", "1.18", "+0.78"]
     assert line.rstrip().endswith(BANDWIDTH)
-    assert says_where(section).endswith("1.41 of 1.46 ms exposed, predicted 0.45 of 0.50")
+    assert says_where(section).endswith("1.41 of 1.46 ms exposed; predicted were 0.45 of 0.50 ms")
     lines = list(constants(section))
     assert lines[0].startswith(
-        "link ep: latency 10 us, of the profile 10; 0.333 GB/s, of the profile 1"
+        "link ep: latency 10 us (10 in the profile); 0.333 GB/s (1 in the profile)"
     )
-    assert any("takes 1.20 (1.10 to 1.30) of the time of equal compute alone" in x for x in lines)
-    assert any("under the profiler 1200.0" in x for x in lines)
-    assert "threads of gloo" in lines[-1]
+    assert any("takes 1.20 (1.10 to 1.30) times as long as equal compute alone" in x for x in lines)
+    assert any("1200.0 ms under the profiler" in x for x in lines)
+    assert "gloo runs collectives on threads" in lines[-1]
 
 
 def test_a_job_in_which_nothing_was_rewritten_fails(tmp_path):

@@ -32,7 +32,7 @@ def test_a_processor_is_measured_and_its_link_stays(tmp_path, capsys):
     [
         (["mine.toml", "--device", "cpu", "--start", "h100"], "are not those of h100"),
         (["mine", "--device", "cpu"], "ends in .toml"),
-        (["/proc/mine.toml", "--device", "cpu"], "/proc takes no file"),
+        (["/proc/mine.toml", "--device", "cpu"], "no file can be written in /proc"),
         (["mine.toml", "--device", "cpu", "--start", "h10"], "Did you mean 'h100'"),
     ],
 )

@@ -125,8 +125,8 @@ def test_a_machine_as_its_profile_says_has_nothing_to_say():
     [
         (h800(nvmlDeviceGetMigMode=[1, 1]), "GPU 3: MIG is on"),
         (h800(nvmlDeviceGetCurrentClocksEventReasons=0x41), "(hardware thermal slowdown)"),
-        (Library("NVIDIA H800", 8, 4), "NVLink has 106 GB/s where profile h800 counts 200"),
-        (Library("NVIDIA H800", 8, 0), "PCIe, there being no NVLink, has 63 GB/s"),
+        (Library("NVIDIA H800", 8, 4), "NVLink has 106 GB/s, but profile h800 has 200"),
+        (Library("NVIDIA H800", 8, 0), "PCIe (there is no NVLink) has 63 GB/s"),
         (Library("NVIDIA H800", 1, 0), "there is no exchange to hide"),
         (Library("NVIDIA GH200 480GB", 8, 8), "named after 'NVIDIA GH200 480GB': h100 is used"),
     ],

@@ -79,10 +79,10 @@ tests that train a layout read the same lists.
 The tests train a tiny model in each of these layouts, over gloo, with `codegen = "fx"` and two
 chunks. Every MoE layer runs in chunks. The same code lays out other degrees on the same axes.
 
-- digits of: the run with which losses and gradient norms are compared. Over five steps from the
-  same seed they agree to the last printed digit. The other run is torchtitan's. Where torchtitan
-  0.2.2 gets gradients wrong ([torchtitan.md](torchtitan.md#gradients-of-one-rank)), it is the same
-  layout without compilation ("itself").
+- digits of: the other run, with which losses and gradient norms are compared. Over five steps from
+  the same seed both runs agree to the last printed digit. The other run is torchtitan's. If
+  torchtitan 0.2.2 gets gradients wrong ([torchtitan.md](torchtitan.md#gradients-of-one-rank)), the
+  other run is the same layout without compilation ("itself").
 - against one rank: the comparison with the same model, weights, sequences and loss on one rank
   without parallelism, not compiled, all in float32. `make one-rank` checks two conditions for every
   row. In the first step, no gradient is off by more than 1e-4 of its norm. After three steps of

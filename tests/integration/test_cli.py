@@ -371,7 +371,7 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--dry-run", "--nproc", "2"], "write --world 2"),
         (["--world", "2"], "write --nproc 2"),
         (["--compare"], "--compare works with --dry-run only"),
-        (["--megamoe.attention_split", "qkv"], "'attention_split' any more; leave it out"),
+        (["--megamoe.attention_split", "qkv"], "'attention_split' any more; leave the option out"),
         (["--training.steps", "-5"], "training.steps is -5; write 1 or more"),
         (["--training.global_batch_size", "-2"], "write 1 or more, or -1"),
         (["--training.global_batch_size", "24"], "write a multiple of 16"),
@@ -387,9 +387,9 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--megamoe.report", "."], "write the name of a file"),
         (["--megamoe.report", "/dev/null"], "it is a device or a pipe"),
         (["--megamoe.report", "job.toml/report.json"], "job.toml is a file"),
-        (["--megamoe.report", "/proc/none/report.json"], "/proc takes no file"),
-        (["--dry-run", "--megamoe.report", "/proc/report.json"], "/proc takes no file"),
-        (["--job.dump_folder", "/proc/outputs"], "/proc takes no file"),
+        (["--megamoe.report", "/proc/none/report.json"], "no file can be written in /proc"),
+        (["--dry-run", "--megamoe.report", "/proc/report.json"], "no file can be written in /proc"),
+        (["--job.dump_folder", "/proc/outputs"], "no file can be written in /proc"),
         (["--checkpoint.enable", "--checkpoint.folder=/proc/c"], "checkpoint.folder = '/proc/c'"),
         (["--metrics.enable_tensorboard", "--metrics.save_tb_folder=/proc/c"], "save_tb_folder = "),
         (["--profiling.enable_memory_snapshot"], "enable_memory_snapshot = false on a CPU"),
@@ -526,7 +526,7 @@ def test_a_run_that_lacks_memory_names_the_keys_to_lower(tmp_path, capsys, monke
     assert main(["train", job, "--megamoe.max_memory_increase", "0.1"]) == 1
     said, ours, of_job, last = capsys.readouterr().err.splitlines()[-4:]
     assert said == f"megamoe: rank 1: {error}"
-    assert "max_memory_increase = 0.1 lets the schedule hold that share more" in ours
+    assert "max_memory_increase = 0.1 lets the schedule use that share more" in ours
     assert "training.local_batch_size" in of_job and last.startswith("megamoe: the job failed")
     assert main(["train", job, "--compile.backend", "inductor"]) == 1
     assert "max_memory_increase" not in capsys.readouterr().err
@@ -557,9 +557,10 @@ def test_a_run_that_filled_its_disk_says_so_and_shows_no_tables(tmp_path, capsys
     said = capsys.readouterr()
     disk, _ = said.err.splitlines()[-2:]
     assert "job.dump_folder = 'outputs' cannot be written: " in disk
-    assert "takes no file (File too large)" in disk
+    assert "no file can be written in" in disk and "(File too large)" in disk
     assert said.out.splitlines() == [
-        "megamoe: what was compiled before the job failed as JSON: outputs/report.json"
+        "megamoe: the report on what was compiled before the job failed, as JSON: "
+        "outputs/report.json"
     ]
 
 

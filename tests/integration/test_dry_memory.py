@@ -95,7 +95,7 @@ def test_where_a_job_bounds_the_rows_a_stated_skew_adds_nothing(monkeypatch, job
     found = busiest_rank(rank_of(**job))
     assert found.times == 1.0 and not found.is_stated and why in found.why_even
     line = skew_line(stage("rank 0", 60, busiest=found))
-    assert line.startswith("Rows are even on all ranks: ") and why in line
+    assert line.startswith("All ranks have equally many rows: ") and why in line
 
 
 def state(parameters=0, microbatches=1.0, graphs=None):
@@ -169,7 +169,7 @@ def test_the_fullest_rank_decides_with_room_for_what_is_not_counted():
     assert fits.startswith("fits in 80 GB: 4.50 GiB left on the fullest rank (rank 8); 5 GiB are")
     full = verdict(gpu, [stage("rank 0", 79.78)], [])
     assert full.startswith("does not fit in 80 GB: 4.78 GiB too much on the fullest rank (rank 0)")
-    assert "No change of one key was found that helps" in full
+    assert "No change of a single key was found that helps" in full
     assert gpu.left([stage("rank 0", 75)]) == 0 > gpu.left([stage("rank 0", 75.1)])
 
 

@@ -41,7 +41,7 @@ def test_a_finished_job_is_not_begun_again_and_the_key_to_change_is_named(answer
     checkpoint(folder / "step-2", whole=True)
     checkpoint(folder / "step-4", whole=False)
     said = answer()
-    assert "holds the model alone" in said
+    assert "holds the model only" in said
     assert "write checkpoint.load_step = 2 and training.steps" in said
     assert 'write checkpoint.initial_load_path = "outputs/checkpoint/step-4" and ano' in said
     assert "checkpoint.load_step = 2;" in answer("--training.steps=6")
@@ -64,7 +64,7 @@ def test_a_last_step_in_safetensors_is_no_step_to_go_on_from(answer, tmp_path):
     last.mkdir(parents=True)
     (last / "model.safetensors.index.json").touch()
     said = answer()
-    assert "holds the model alone" in said and "checkpoint.initial_load_in_hf = true and" in said
+    assert "holds the model only" in said and "checkpoint.initial_load_in_hf = true and" in said
 
 
 @pytest.mark.parametrize("flag", ["initial_load_path=weights", "initial_load_in_hf"])

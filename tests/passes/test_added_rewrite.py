@@ -58,7 +58,7 @@ def test_the_report_says_what_was_done_and_left_for_a_person_too():
     _, compilation = rewrite(gm, MegaMoEConfig(hardware="cpu", equal_tokens=True))
     report = ProcessReport()
     report.add(compilation, "", "cpu")
-    kept = "left alone all else: for a reason of its own (it is no sine)"
+    kept = "left alone all else: no reason in megamoe's list fits (it is no sine)"
     left, also, done, others = report.as_dict()["rewrites"]
     assert left.startswith(f"bounded: {kept}") and others.startswith(f"to_cosine: {kept}")
     assert also.startswith("bounded: left alone sin: its results would be rounded differently (by")

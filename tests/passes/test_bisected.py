@@ -119,7 +119,7 @@ def test_what_is_left_out_is_compared_among_ranks_and_kept_out_of_caches(monkeyp
     monkeypatch.setattr(CompilerBisector, "disable_subsystem", all_but_the_first)
     is_right, results, ours = run_by(level)
     assert is_right and results[1] == Dropped(
-        "wrong", Reason.DISABLED, "torch's bisector tries without it"
+        "wrong", Reason.DISABLED, "torch's compiler bisector leaves it out of this run"
     )
     ours.has_work, other = True, state()
     other.has_work = True

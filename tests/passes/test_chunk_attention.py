@@ -101,5 +101,5 @@ def test_the_report_shows_what_became_of_every_attention(fake_ranks):
     text = " ".join(console.export_text().split())
     place = r"attention_layers\.py:\d+"
     assert re.search(place + " 2 12 4 2 chunked", text)
-    left = f"{Reason.NOT_BETWEEN_EXCHANGES.value} \\(its heads are sharded by tensor parallelism"
+    left = f"{Reason.NOT_BETWEEN_EXCHANGES.value} \\(tensor parallelism shards its heads"
     assert re.search(f"{place} - - - - {left}", text)

@@ -113,7 +113,7 @@ def test_edges_by_load_are_even_ones_where_a_capacity_says_how_many_rows(fake_ra
     _, compilation = rewrite(gm, dataclasses.replace(config, strict=True))
     (region,) = compilation.regions
     assert (region.num_chunks, region.chunk_edges, region.to_do) == (2, "even", ())
-    said = f"as many experts in each chunk: {Reason.ALREADY_DONE.value} (by its capacity every "
+    said = f"every chunk has the same number of experts: {Reason.ALREADY_DONE.value} (by its "
     assert any(remark.startswith(said) for remark in region.remarks)
 
 

@@ -70,7 +70,10 @@ def test_auto_chooses_no_sums_that_round_otherwise_unless_numerics_allows_it(
     assert any(map(is_all_to_all, graph.nodes))
     left = plan.left["dispatch"]
     assert left.reason is Reason.ROUNDS and not plan.decision.gathers
-    assert left.detail == "by a known bound: megamoe.numerics = 'bounded' allows it"
+    assert (
+        left.detail
+        == "the difference has a known bound, and megamoe.numerics = 'bounded' allows it"
+    )
     assert any("gathered" in str(way.candidate) for way in plan.decision.advice)
     _, named, _ = run(fake_ranks, numerics="exact", dispatch="all_gather")
     assert named.plan.gathers and not named.rounding.is_bitwise
@@ -100,8 +103,12 @@ def test_with_all_to_all_a_faster_way_that_gathers_is_advice(fake_ranks):
     graph, plan, _ = run(fake_ranks, dispatch="all_to_all", dispatch_wire="auto")
     assert plan.left["dispatch"].reason is Reason.NOT_ASKED
     assert any(map(is_all_to_all, graph.nodes))
-    said = [s for s in decision_remarks(plan.decision) if s.endswith("less") and "gathered" in s]
-    assert said[0].startswith("faster, but not chosen since it changes bits: tokens all-gathered")
+    said = [
+        s
+        for s in decision_remarks(plan.decision)
+        if s.endswith("less predicted time") and "gathered" in s
+    ]
+    assert said[0].startswith("faster, but not chosen because it changes bits: tokens all-gathered")
 
 
 def test_slices_are_chosen_together_with_the_dispatch(fake_ranks):
@@ -134,7 +141,8 @@ def test_without_a_known_bound_auto_keeps_the_all_to_all(fake_ranks):
     _, plan, _ = run(fake_ranks, style=TwiceTheFirst)
     left = plan.left["dispatch"]
     assert left.reason is Reason.ROUNDS
-    assert left.detail.startswith("by no known bound: megamoe.numerics = 'lossy' allows it; how")
+    allowed = "the difference has no known bound, and megamoe.numerics = 'lossy' allows it; how"
+    assert left.detail.startswith(allowed)
     assert not plan.decision.gathers
     _, asked, _ = run(fake_ranks, style=TwiceTheFirst, dispatch="all_gather")
     assert asked.plan.gathers and asked.rounding.bound_eps is None

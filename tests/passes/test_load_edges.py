@@ -141,7 +141,7 @@ def test_a_region_runs_in_chunks_by_load_with_one_host_read(fake_ranks):
 def test_edges_stay_even_with_a_reason(fake_ranks, style, dtype, options, reason):
     one, said, _ = planned(layer_of(style, fake_ranks, dtype), **options)
     assert not one.plan.by_load and one.left["chunk_edges"].reason is reason
-    assert f"as many experts in each chunk: {reason.value}" in said
+    assert f"every chunk has the same number of experts: {reason.value}" in said
 
 
 AUTO = {"chunk_edges": "auto", "equal_tokens": True}
@@ -175,7 +175,7 @@ def test_auto_leaves_edges_even_with_a_reason(fake_ranks, options, reason, detai
     left = one.left["chunk_edges"]
     assert not one.plan.by_load and (left.reason, left.detail) == (reason, detail)
     assert not left.is_asked
-    assert f"as many experts in each chunk: {reason.value}" in said
+    assert f"every chunk has the same number of experts: {reason.value}" in said
 
 
 def test_where_agreeing_takes_longer_than_it_gains_edges_stay_even(fake_ranks):

@@ -264,7 +264,7 @@ def test_what_is_not_copied_has_a_reason(copies):
     inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
     trace_graphs(gm, inputs, compile_state, EVERY_LEVEL)
     said = reasons(compilation)
-    shared = "a result, or another tensor that is kept, has the same memory"
+    shared = "it shares memory with a result, or with another tensor that is kept"
     assert {(Reason.MEMORY_STAYS, shared), (Reason.MEMORY_STAYS, "it has less than 1 MiB")} <= said
 
 

@@ -76,7 +76,7 @@ def test_a_class_and_what_is_made_of_it_are_rewrites(value):
         ("nothing", "Unsaid", "has bound = ''; write bound = .* else what it loses"),
         ("nothing", "Promised", "has bound = 'by nothing'; write"),
         ("nothing", "Decided", "has is_decided = True; write is_decided = False"),
-        ("pin_order", "Nothing", "has the name of a pass of megamoe; write another name"),
+        ("pin_order", "Nothing", "has the same name as a pass of megamoe; write another name"),
     ],
 )
 def test_what_is_no_rewrite_says_what_to_write(name, value, message):

@@ -152,7 +152,7 @@ def test_constants_that_read_a_type_off_the_batch_are_named(fake_ranks):
     assert skipped == [Reason.BATCH_LOST]
     (said,) = compilation.rewrites
     assert "`.new_ones()` at test_split_batch.py:" in said
-    assert "in zeros reads the batch for its type alone" in said
+    assert "in zeros reads only the type of a tensor that has the batch" in said
 
 
 def test_what_is_written_into_zeros_is_not_left_out(fake_ranks):
@@ -261,8 +261,8 @@ class OfAnyLength(Block):
 
 
 SAID = [
-    (3, {}, "a size marked as dynamic, below 4"),
-    (8, {"min": 3, "max": 9}, "a bound below 4 for 2 parts"),
+    (3, {}, "the size is marked as dynamic, and its value is below 4"),
+    (8, {"min": 3, "max": 9}, "the size is bounded below 4, the least for 2 parts"),
 ]
 
 
@@ -316,8 +316,8 @@ def test_a_function_that_is_not_followed_is_named_not_its_first_reader(fake_rank
 
 
 OF_SIZES = [
-    (ByHalves, "a size is not known when compiling"),
-    (TimesSize, "a size is not known when compiling"),
+    (ByHalves, "a size is not known at compile time"),
+    (TimesSize, "a size is not known at compile time"),
     (BySizeOfWhole, "a size of the whole"),
 ]
 

@@ -324,5 +324,5 @@ def test_a_weighted_sum_of_two_rows_or_a_third_addend_is_lossy(fake_ranks):
 
 def test_strict_raises_where_the_switch_was_asked_for(fake_ranks):
     (gm,) = dynamo_graphs(layer(NoSum, fake_ranks), tokens())
-    with pytest.raises(RegionRefused, match="not a sum per token"):
+    with pytest.raises(RegionRefused, match="not followed by a sum per token"):
         rewrite(gm, state(strict=True, **ASKED).config)

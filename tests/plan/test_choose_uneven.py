@@ -66,7 +66,7 @@ def test_each_way_has_a_place_of_its_own():
 def test_the_report_says_what_each_costs_and_under_which_skew():
     decision = decide(region(), numbers=(1, 2, 4))
     (said, *_) = decision_remarks(decision)
-    assert said.startswith("planned for experts chosen as routing_skew = 0.7 says: ")
+    assert said.startswith("planned for experts that are chosen unevenly, by routing_skew = 0.7: ")
     assert str(decision.chosen.candidate) in said and str(decision.other_edges.candidate) in said
     figures = decision_figures(decision)
     assert figures["routing_skew"] == 0.7

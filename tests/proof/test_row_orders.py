@@ -338,7 +338,7 @@ REFUSED = {
         groups_padded_by_the_neighbours_count,
         Reason.SHARED_PARAMETER,
     ),
-    "rows behind the last group": (behind_the_last_group, Reason.ROWS_MIXED),
+    "there are rows after the last group": (behind_the_last_group, Reason.ROWS_MIXED),
     "counts written through a view": (counts_overwritten, Reason.UNKNOWN_OPERATOR),
     "counts turned in place": (counts_turned, Reason.UNKNOWN_OPERATOR),
     "ids from one rank's counts": (ids_of_one_rank, Reason.ROWS_MIXED),

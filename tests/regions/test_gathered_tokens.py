@@ -38,7 +38,7 @@ def test_gathered_tokens_of_experts_are_named_with_what_to_do(fake_ranks, style)
     regions, refused = found_in(style, fake_ranks)
     (left,) = unmatched(refused)
     assert (regions, left.reason, left.is_dispatch) == ([], Reason.TOKENS_GATHERED, True)
-    assert left.detail.startswith("sums are reduced at gathering_layers.py:")
+    assert left.detail.startswith("a reduce-scatter returns their sums, at gathering_layers.py:")
     assert left.reason.kind is Kind.NOT_POSSIBLE  # `strict` lets it pass
 
 

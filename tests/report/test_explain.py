@@ -70,10 +70,10 @@ def test_integers_that_python_takes_by_themselves_have_their_lines():
         {"pass": "forward_cat_split", "skipped": [alone]},
         {"pass": "unpack_integers", "applied": ["8 integers at a.py:9 in f"], "skipped": []},
     ]
-    assert "integer by itself" not in printed(passes=passes)
+    assert "single integer" not in printed(passes=passes)
     passes.append({"pass": "unpack_integers", "skipped": [alone, alone]})
     for text in (printed(passes=passes), printed(80, passes=passes)):
-        assert text.count("The host takes an integer by itself at a.py:7 in f\n") == 1
+        assert text.count("The host reads a single integer at a.py:7 in f\n") == 1
 
 
 def test_the_gain_is_per_block_of_those_that_exchange():
@@ -130,5 +130,8 @@ def test_what_is_offloaded_is_named_and_so_is_why_nothing_is():
         passes=[{**of_pass, "where": "", "applied": [], "skipped": [left]}]
     )
     text = printed(passes=[{**of_pass, "applied": ["mm", "mul"], "skipped": [left]}])
-    assert "In host memory between forward and backward at a.py:3: mm, mul; 1 others stay" in text
+    assert (
+        "In host memory between forward and backward at a.py:3: mm, mul; 1 other tensors stay"
+        in text
+    )
     assert "offloaded" not in printed(passes=[{**of_pass, "applied": [], "skipped": []}])

@@ -86,7 +86,10 @@ def test_a_page_has_each_collective_with_its_verdict_and_each_pass_that_changed_
         assert bool(launch["gain"]) == bool(asks)
     last = forward["launches"][-1]
     assert last["change"] == REMEDIES[Reason.NO_INDEPENDENT_COMPUTE]
-    assert last["gain"] == f"at most {last['alone_us'] / 1e3:.3f} ms, all that it is alone now"
+    assert (
+        last["gain"]
+        == f"at most {last['alone_us'] / 1e3:.3f} ms, the time in which it runs alone now"
+    )
     assert [run["name"] for run in forward["runs"]] == [AS_WRITTEN, BEFORE, AFTER]
     steps = {t["graph"]: [step["step"] for step in t["steps"]] for t in data["texts"]}
     assert "rewrite_regions" in steps["dynamo"] and "schedule_exchanges" in steps["forward"]
@@ -163,14 +166,15 @@ def test_a_change_of_code_gains_at_most_what_is_alone(fake_ranks, tmp_path, laye
     alone = [launch["alone_us"] for launch in launches if launch["where"] in places]
     assert len(alone) == 2 * len(lines)
     assert exchange["gain"] == (
-        f"at most {sum(alone) / 1e3:.3f} ms, all that these {len(alone)} collectives are alone now"
+        f"at most {sum(alone) / 1e3:.3f} ms, the time in which these {len(alone)} collectives run "
+        "alone now"
     )
 
 
 def test_a_price_of_the_remedy_is_said_where_there_is_one():
     capped = page_data(report_of([], one_launch(reason="MEMORY_CAP"), hardware="cpu"))
     (launch,) = capped["graphs"][0]["launches"]
-    assert launch["gain"] == "0.003 ms of this graph, with memory for the fastest order"
+    assert launch["gain"] == "0.003 ms of this graph, if memory allows the fastest order"
     assert launch["alone_us"] == 4.0 and launch["us"] == 8.0
     done = page_data(report_of([], one_launch(reason="ALREADY_DONE"), hardware="cpu"))
     assert done["graphs"][0]["launches"][0]["gain"] == ""
@@ -182,7 +186,7 @@ def test_a_price_of_the_remedy_is_said_where_there_is_one():
     report = report_of([], [], hardware="cpu")
     report |= {"regions": [{**region, "decision": decision}], "exchanges": [exchange]}
     (found,) = page_data(report)["exchanges"]
-    assert found["gain"] == "2.000 ms by 2 chunks, not chosen since it changes bits"
+    assert found["gain"] == "2.000 ms by 2 chunks, not chosen because it changes bits"
     report |= {"regions": [], "exchanges": [{**exchange, "change": "write stable=True"}]}
     assert page_data(report)["exchanges"][0]["gain"].startswith("not predicted: no graph")
 

@@ -118,7 +118,7 @@ class TrainingJob:
             return [next(fetch) for _ in range(number)]
         except DataloaderExhaustedError:
             raise InvalidConfig(
-                f"the data end before {num_steps} steps: write a smaller --steps"
+                f"the data set ends before {num_steps} steps: write a smaller --steps"
             ) from None
 
     def _replayed(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:

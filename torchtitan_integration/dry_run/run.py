@@ -55,7 +55,7 @@ def print_layers(traced: Sequence[Traced], console: Console) -> None:
     for layer in traced:
         console.print(_collectives(layer))
         if said := _over_links(layer):
-            console.print(f"  over links: {said}")
+            console.print(f"  sent over links: {said}")
         for region in layer.compilation.regions:
             remarks = "".join(f"; {remark}" for remark in (*region.remarks, *region.to_do))
             console.print(f"  {region.where}: {_made_of(region)}{remarks}")
@@ -109,7 +109,9 @@ def _over_links(layer: Traced) -> str:
         crossing = sum(launch.crossing_bytes for launch in launches) / MB
         inside = sum(launch.node_bytes for launch in launches) / MB
         if crossing or inside:
-            phases.append(f"{phase} {crossing:.2f} MB from node to node, {inside:.2f} MB inside")
+            phases.append(
+                f"{phase} {crossing:.2f} MB from node to node, {inside:.2f} MB inside nodes"
+            )
     return "; ".join(phases) + (", experts chosen evenly" if phases else "")
 
 
@@ -134,8 +136,9 @@ def _exposed_share(layer: Traced) -> str:
     forward, all_, least = (f"{share:.0%}" for share in shares)
     whole = sum(layer.unhidden_us.values()) / 1e3
     return (
-        f"{forward} forward, {all_} forward and backward, of {whole:.2f} ms in one chunk, in the "
-        f"model's own order and dtype; lower bound of any order of these graphs: {least}"
+        f"{forward} forward, {all_} forward and backward; 100% are the {whole:.2f} ms that "
+        "collectives take in one chunk, in the model's own order and dtype; no order of these "
+        f"graphs can expose less than {least}"
     )
 
 
@@ -200,8 +203,8 @@ def print_memory(stages: Sequence[StageMemory], console: Console) -> None:
     console.print(_memory_table(shown))
     if len(stages) > 1:
         console.print(
-            "Shown are a rank of the first pipeline stage and one of the last, and of those "
-            "between the one with most. Activations are saved for "
+            "The table shows one rank of the first pipeline stage, one of the last, and, of the "
+            "stages between, the rank with most memory. Activations are saved for "
             f"{', '.join(f'{stage.state.microbatches:g}' for stage in shown)} microbatches."
         )
     console.print(skew_line(max(stages, key=lambda stage: stage.total)))
@@ -252,7 +255,7 @@ def dry_run(
             helped = try_changes(job, changes, status.update)
     report = {**_report(traced, device.name), "memory": memory_report(device, memory, helped)}
     _write_report(str(file.read("megamoe.report", "")), report, console)
-    console.print(f"Estimates; nothing was run. {time.monotonic() - began:.0f} s.")
+    console.print(f"These are estimates; nothing was run. {time.monotonic() - began:.0f} s.")
     console.print(verdict(device, memory, helped), markup=False)
     return report
 
@@ -291,4 +294,7 @@ def _describe(file: JobFile, rank: FakeRank, console: Console) -> None:
         f"ranks ({degrees})"
     )
     if file.read("megamoe.hardware", "detect") == "detect":
-        console.print(f"Times are for {DEFAULT_HARDWARE}: the file names no megamoe.hardware.")
+        console.print(
+            f"Times are for hardware profile {DEFAULT_HARDWARE}, because the file does not set "
+            "megamoe.hardware."
+        )

@@ -67,12 +67,12 @@ def skew_line(fullest: StageMemory) -> str:
     """Return what uneven routing means for the fullest rank."""
     busiest, more = fullest.busiest, fullest.more_rows / GIB
     if busiest.why_even:
-        return f"Rows are even on all ranks: {busiest.why_even}."
+        return f"All ranks have equally many rows: {busiest.why_even}."
     if not fullest.more_rows:
         return (
             f"Uneven routing changes no size that is counted on {fullest.place}: it has no block "
-            "with experts, its experts have a capacity, or tokens are all-gathered "
-            '(dispatch = "all_gather"), whose rows are counted as even.'
+            "with experts, or its experts have a capacity, or tokens are all-gathered (dispatch = "
+            '"all_gather"), and gathered rows are counted as even.'
         )
     if not busiest.is_stated:
         return (
@@ -108,8 +108,8 @@ def verdict(device: DeviceMemory, stages: Sequence[StageMemory], helped: Sequenc
     said = f"does not fit in {capacity}: {-left / GIB:.2f} GiB too much on {where}; {beside}."
     best = most_helpful(helped)
     if not best:
-        return f"{said} No change of one key was found that helps."
-    return f"{said} What helps most, each by itself: {'; '.join(map(str, best))}."
+        return f"{said} No change of a single key was found that helps."
+    return f"{said} These changes help most, each by itself: {'; '.join(map(str, best))}."
 
 
 def most_helpful(helped: Sequence[Helped]) -> list[Helped]:

@@ -45,7 +45,7 @@ def test_a_narrow_layer_runs_in_chunks_and_the_report_says_that_last_bits_may_di
         report = report_of(layer_of(NARROW, fake_ranks), tokens(NARROW), chunks=2)
     assert (report.verdict, report.num_chunks) == ("chunked", 2)
     (remark,) = told(report)
-    assert "rows of 96 bytes fill no vectors" in remark
+    assert "rows of 96 bytes do not fill whole vectors" in remark
     assert "docs/numerics.md" in remark
 
 
@@ -65,7 +65,7 @@ def test_several_threads_share_rows_that_fill_vectors(fake_ranks):
             proof = judge(layer_of(WIDE, fake_ranks), tokens(WIDE))
     finally:
         torch.set_num_threads(1)
-    assert proof.last_bits.endswith("threads share its rows")
+    assert proof.last_bits.endswith("several threads share the rows")
 
 
 def test_a_narrow_layer_is_refused_by_the_strict_model(fake_ranks):
