@@ -28,8 +28,8 @@ unchanged, small, with random weights, and runs on CPUs; two ranks exchange by g
 two steps, the second with more tokens. Each is compiled by `backend="megamoe"` with `codegen =
 "fx"`; cases on two ranks are compiled once more with `chunks = 2`. Results are compared with those
 of plain `aot_eager` under torch's own settings, on every rank, bit for bit: outputs, gradients of
-inputs and of all parameters, buffers and random state. Where the page says "Inductor", code of the
-default `codegen` was compared with `backend="inductor"` as well.
+inputs and of all parameters, buffers and random state. Where the page says "Inductor", megamoe
+with its default `codegen` was also compared with `backend="inductor"`.
 
 - "Graphs" is the number of graphs in the first step; 1 is a model captured whole.
 - "Crash" says whether megamoe raises an error where `aot_eager` runs.

@@ -113,7 +113,7 @@ def judge_prediction(name: str, record: Record, found: list[dict[str, Any]]) -> 
         return
     us = max(one["us"] for one in found)
     record.put(predicted={**known, name: {"us": us, "plan": plan}})
-    say(f"better: {name}: predicted {us / 1e3:.2f} ms")
+    say(f"better: a step is predicted to take {us / 1e3:.2f} ms with {name}")
 
 
 def by_prediction(

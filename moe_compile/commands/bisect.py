@@ -72,7 +72,8 @@ def bisect(known: argparse.Namespace, overrides: list[str], command: list[str]) 
     if command:
         if known.slow:
             raise InvalidConfig(
-                "bisect --slow works for torchtitan jobs only; a command only passes or fails"
+                "bisect --slow works for torchtitan jobs only: of any other command bisect learns "
+                "whether it failed, and not how fast it was"
             )
         if overrides:
             raise InvalidConfig(f"bisect: write {overrides[0]!r} after --, as part of the command")

@@ -30,8 +30,9 @@ OTHER_BOARDS: Final = frozenset({"pcie", "nvl"})
 """Words in a GPU's name for boards without NVLink switches; profiles describe boards with them."""
 NO_GPU: Final = "cpu"
 TO_DO: Final = (
-    "To do: megamoe calibrate mine.toml --start {start} measures this GPU; correct the links in "
-    "the file and set megamoe.hardware = 'mine.toml', or name the profile that you mean"
+    "To do: measure this GPU by megamoe calibrate mine.toml --start {start}, write the rates of "
+    "its links (NVLink, network) into the file, and set megamoe.hardware = 'mine.toml'; or set "
+    "megamoe.hardware to the name of a profile"
 )
 
 

@@ -145,7 +145,7 @@ class Reason(enum.Enum):
         "entries are not proven to belong to the rows, one entry to each row",
         Kind.UNPROVEN,
     )
-    MUTATES_OUTSIDE = "the experts write to a tensor from outside the region", Kind.UNPROVEN
+    MUTATES_OUTSIDE = "the experts change in place a tensor made outside the region", Kind.UNPROVEN
     NO_GRADIENT = (
         "the rows of one chunk get no gradient while the rows of other chunks do: the exchanges "
         "of that chunk would be missing from the backward pass",
@@ -279,7 +279,7 @@ class Reason(enum.Enum):
         "this GPU cannot convert to e4m3, which needs compute capability 8.9 or higher",
         Kind.NOT_POSSIBLE,
     )
-    SUMS_TRAVEL = "an all-gather dispatch sends nothing in eight bits", Kind.UNPROVEN
+    SUMS_TRAVEL = "an all-gather dispatch does not support rows in eight bits", Kind.UNPROVEN
     UNKNOWN_FORM = (
         "the result of its launch is read by something other than one wait",
         Kind.UNPROVEN,

@@ -51,14 +51,14 @@ def refuse_wrong_constants(graph: fx.Graph) -> None:
         _fix_sizes()
         _warn_once(
             f"megamoe: {source_place(node)} is compiled again for each number of tokens: when "
-            "torch traces this line, it computes the tensor from a placeholder of a size, and a "
-            f"number that is read from the tensor may be wrong in any compiled program. {REMEDY}"
+            "torch traces this line, it builds a tensor from a stand-in for a size, so that a "
+            f"number read from this tensor may be wrong with any torch.compile backend. {REMEDY}"
         )
         raise TensorifyScalarRestartAnalysis(restart_reason="a number of a symbol's stand-in")
     _warn_once(
-        f"megamoe: {source_place(node)} runs eagerly: torch computes the tensor from a placeholder "
-        "of a size that is marked dynamic, and a number that is read from the tensor may be wrong "
-        f"in any compiled program. {REMEDY}"
+        f"megamoe: {source_place(node)} runs eagerly: it reads a number from a tensor that is "
+        "built from a size marked dynamic. While torch traces, it uses a stand-in for this size, so that "
+        f"the number may be wrong with any torch.compile backend. {REMEDY}"
     )
     raise DataDependentOutputException(READ)
 
