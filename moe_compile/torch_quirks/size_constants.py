@@ -57,8 +57,8 @@ def refuse_wrong_constants(graph: fx.Graph) -> None:
         raise TensorifyScalarRestartAnalysis(restart_reason="a number of a symbol's stand-in")
     _warn_once(
         f"megamoe: {source_place(node)} runs eagerly: it reads a number from a tensor that is "
-        "built from a size marked dynamic. While torch traces, it uses a stand-in for this size, so that "
-        f"the number may be wrong with any torch.compile backend. {REMEDY}"
+        "built from a size marked dynamic. While torch traces, it uses a stand-in for this "
+        f"size, so that the number may be wrong with any torch.compile backend. {REMEDY}"
     )
     raise DataDependentOutputException(READ)
 
