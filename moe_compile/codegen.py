@@ -254,7 +254,10 @@ def _compile_without_failures(
         known = len(state.dropped)
         try:
             compiled: Callable[..., Any] = compile_fx(
-                gm, list(example_inputs), inner_compile, config_patches=dict(settings)
+                gm,
+                list(example_inputs),
+                inner_compile=inner_compile,
+                config_patches=dict(settings),
             )
         except Exception:
             if len(state.dropped) == known:

@@ -37,7 +37,7 @@ def compiled(state):
     """Compile with `state`; return each attempt's key, and the pass on joint graphs."""
     keys = []
 
-    def compile_fx(gm, inputs, config_patches):
+    def compile_fx(gm, inputs, inner_compile, config_patches):
         keys.append(config_patches[JOINT].uuid())
         config_patches[JOINT](program().graph)
         return config_patches[JOINT]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = (
     "--layers=2", "--steps=2", "--training.seq_len=32", "--training.local_batch_size=2",
 )  # fmt: skip
-OF_OTHERS = {"--nnodes", "--nproc-per-node", "--megamoe"}
+OF_OTHERS = {"--nnodes", "--nproc-per-node", "--megamoe", "--json"}
 """Flags in docs/check.md that are torchrun's, and torchtitan's."""
 NODE_BY_NODE = ("--megamoe.codegen=fx",)
 
