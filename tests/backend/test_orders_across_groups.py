@@ -100,7 +100,7 @@ def test_a_circle_of_ranks_that_share_one_group_each_is_found():
     circle = [dict(groups) for groups in by_rows]
     for rank in (1, 2):
         circle[rank] = dict(zip(by_rows[rank], ("2", "1"), strict=True))
-    with pytest.raises(RankDisagreement, match=r"ranks 0 and 1 .* 'row 0' is launch 1 of all"):
+    with pytest.raises(RankDisagreement, match=r"ranks 0 and 1 .* 'row 0' is number 1 of all"):
         compare(circle)
 
 

@@ -152,7 +152,7 @@ def test_auto_goes_by_load_where_a_stated_skew_makes_it_faster(fake_ranks, chunk
     layer = layer_of(GroupedExperts, fake_ranks)
     one, said, _ = planned(layer, chunks=chunks, routing_skew=0.8, **AUTO)
     assert one.plan.by_load and one.plan.num_chunks == 2 and "chunk_edges" not in one.left
-    assert "routing_skew = 0.8 says: 2 chunks of experts by load, predicted" in said
+    assert "by routing_skew = 0.8: 2 chunks of experts by load, predicted" in said
     assert "2 chunks of experts, +" in said
     named, _, _ = planned(layer, chunks=2, chunk_edges="load", equal_tokens=True)
     assert named.plan == one.plan
@@ -195,7 +195,7 @@ def test_a_stated_skew_decides_the_number_of_chunks_too(fake_ranks):
     hot, said, _ = planned(layer, routing_skew=6.0, **options)
     assert even.decision.routing_skew == 0.0 and hot.decision.routing_skew == 6.0
     assert hot.plan.num_chunks < even.plan.num_chunks
-    assert "routing_skew = 6 says" in said and "chunk_edges" not in hot.left
+    assert "by routing_skew = 6:" in said and "chunk_edges" not in hot.left
 
 
 def test_groups_that_are_padded_alike_follow_loads(fake_ranks, monkeypatch):
