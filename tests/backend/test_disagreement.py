@@ -184,7 +184,7 @@ def test_a_cut_through_what_others_run_rewritten_ends_every_rank(tmp_path):
             pool.run(cut_what_runs, tmp_path)
         wait_for(tmp_path / "rank0", tmp_path / "raised")
     assert (tmp_path / "rank0").read_text().startswith(f"{EXIT_STATUS} ")
-    assert "rewrote them differently, in other graphs" in (tmp_path / "stderr0").read_text()
+    assert "rewrote them differently, in different graphs" in (tmp_path / "stderr0").read_text()
 
 
 def change_the_body_alone(rank, path):

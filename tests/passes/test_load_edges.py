@@ -195,7 +195,7 @@ def test_a_stated_skew_decides_the_number_of_chunks_too(fake_ranks):
     hot, said, _ = planned(layer, routing_skew=6.0, **options)
     assert even.decision.routing_skew == 0.0 and hot.decision.routing_skew == 6.0
     assert hot.plan.num_chunks < even.plan.num_chunks
-    assert "by routing_skew = 6: one chunk, predicted" in said and "chunk_edges" not in hot.left
+    assert "by routing_skew = 6:" in said and "chunk_edges" not in hot.left
 
 
 def test_groups_that_are_padded_alike_follow_loads(fake_ranks, monkeypatch):
