@@ -23,7 +23,7 @@ from typing import Final
 
 import torch
 
-from moe_compile.ops.wire_format import BLOCK
+from moe_compile.ops.wire_format import BLOCK, E4M3_MAX
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class Element:
 
 ELEMENTS: Final[Mapping[str, Element]] = {
     "e4m3": Element(
-        dtype=torch.float8_e4m3fn, largest=448.0, half_unit=2.0**-4, half_step=2.0**-10
+        dtype=torch.float8_e4m3fn, largest=E4M3_MAX, half_unit=2.0**-4, half_step=2.0**-10
     ),
     "e5m2": Element(
         dtype=torch.float8_e5m2, largest=57344.0, half_unit=2.0**-3, half_step=2.0**-17
