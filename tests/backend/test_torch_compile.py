@@ -84,7 +84,7 @@ def sizes(rank, dynamic, is_marked):
     [
         pytest.param(None, False, [1, 2, 2], id="default"),
         pytest.param(True, False, [1, 1, 1], id="dynamic"),
-        pytest.param(False, False, [1, 2, 3], id="static"),
+        pytest.param(False, False, [1, 2, 3], id="static", marks=pytest.mark.slow),
         pytest.param(None, True, [1, 1, 1], id="mark_dynamic"),
     ],
 )

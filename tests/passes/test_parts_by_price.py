@@ -80,6 +80,7 @@ def test_checkpointed_blocks_are_divided_where_they_are_computed_again(fake_rank
     assert len(compilation.regions) == state.parts.num_parts
 
 
+@pytest.mark.slow
 def test_a_program_that_is_not_runs_whole(fake_ranks):
     del fake_ranks
     _, state, compilation, skipped = rewritten(experts(), drawn(), **FREE)
