@@ -20,14 +20,12 @@ from moe_compile.graph.precedence import integers_taken
 from moe_compile.graph.query import is_launch, overload_name, value_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.recompute.choose_kept import (
-    BUDGET,
-    TORCHS_DEFAULT,
-    TORCHS_PRICES,
     Search,
     holds_tensors_alone,
     nominal_hints,
 )
 from moe_compile.recompute.never_again import keep_what_is_never_computed_again
+from moe_compile.recompute.policies import BUDGET
 from moe_compile.report.explain import short_lines
 from moe_compile.report.process_report import record_of, report_of
 from passes.pipeline import JOINT
@@ -90,7 +88,7 @@ def searched(layer, look):
         sizes.learn(joint.graph)
         with nominal_hints(joint.graph, sizes):
             search = Search(joint, state, sizes, run, settings["num_fwd_outputs"])
-            default = search.partitioned(TORCHS_DEFAULT, 1.0)
+            default = search.default()
             keep_what_is_never_computed_again(joint.graph)
             found.append(look(search, default))
         return default.modules
@@ -125,7 +123,7 @@ def names(module, holds=lambda node: True):
 def test_no_choice_is_slower_than_torchs_solver_with_as_many_bytes(fake_ranks):
     def look(search, default):
         for share in (0.9, 0.01):
-            torchs = search.partitioned(TORCHS_PRICES, share)
+            torchs = search.by_torchs_solver(share)
             assert torchs.kept_bytes < default.kept_bytes
             chosen = search.choose(default, torchs.kept_bytes).partition
             yield torchs.kept_bytes, torchs.us, chosen.kept_bytes, chosen.us
