@@ -36,7 +36,7 @@ def kept_storages(
         made = classes.of(node) & kept
         for storage in made:
             maker.setdefault(storage, node)
-        if len(made) == 1:
+        if made and len(classes.of(node)) == 1:
             (storage,) = made
             nbytes[storage] = max(nbytes[storage], sizes.nbytes(value_of(node)))
     found: dict[fx.Node, int] = {}
