@@ -186,8 +186,8 @@ class Search:
         num_results: int,
     ) -> None:
         """Prepare; nothing is partitioned yet. Parameters are those of `choose_kept`."""
-        self._joint, self._state, self._sizes = joint, state, sizes
-        self._partition, self._num_results = partition, num_results
+        self.joint, self._state, self.sizes = joint, state, sizes
+        self._partition, self.num_results = partition, num_results
         self._made: dict[frozenset[str], Partition] = {}
         self._torchs: dict[float, Partition] = {}
         self._priced: dict[tuple[frozenset[str], frozenset[str]], Phases] = {}
@@ -208,9 +208,9 @@ class Search:
 
     def _candidates(self, default: Partition, budget: int) -> list[Partition]:
         """Return partitions for the budget, by all kinds of prices."""
-        graph = self._joint.graph
-        storages = Storages.of(graph, results_of(graph, self._num_results), self._sizes)
-        costs = estimate_costs(graph, self._sizes, self._state.hardware)
+        graph = self.joint.graph
+        storages = Storages.of(graph, results_of(graph, self.num_results), self.sizes)
+        costs = estimate_costs(graph, self.sizes, self._state.hardware)
         us = {node.name: cost.compute_us for node, cost in costs.items()}
         backward = default.phases[1]
         kinds = {
@@ -235,7 +235,7 @@ class Search:
         """Return the partition that keeps what was chosen."""
         again = frozenset(storages.steps[number].name for number in kept.again)
         if again not in self._made:
-            with chosen_policies(self._joint, storages, again) as settings:
+            with chosen_policies(self.joint, storages, again) as settings:
                 one = self._made[again] = self._new(prices, settings)
             for module in one.modules:
                 forget_choice(module.graph, storages)
@@ -249,12 +249,12 @@ class Search:
 
     def _new(self, prices: str, settings: Mapping[str, Any]) -> Partition:
         changed = {ESTIMATOR: "flops", SOLVER: "dp", DRAWS: False, **settings}
-        if hasattr(functorch_config, WEIGHTLESS) and holds_tensors_alone(self._joint.graph):
+        if hasattr(functorch_config, WEIGHTLESS) and holds_tensors_alone(self.joint.graph):
             changed[WEIGHTLESS] = True
         with functorch_config.patch(changed):
             modules = self._partition()
         forward, backward = (module.graph for module in modules)
-        kept = kept_storages(forward, backward, self._num_results, self._sizes)
+        kept = kept_storages(forward, backward, self.num_results, self.sizes)
         again = computed_again(forward, backward)
         return Partition(
             modules=modules, prices=prices, kept=kept, again=again, schedule=self._scheduled
@@ -264,7 +264,7 @@ class Search:
         key = frozenset(node.name for node in one.kept), one.again
         if key not in self._priced:
             forward, backward = (module.graph for module in one.modules)
-            given = self._state, self._sizes
+            given = self._state, self.sizes
             self._priced[key] = Scheduled.of(forward, *given), Scheduled.of(backward, *given)
         return self._priced[key]
 

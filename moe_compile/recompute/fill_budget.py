@@ -8,24 +8,25 @@ Contract
 
 Pseudo-code
     of the cut above the budget, drop what costs least time for each byte until it fits
-    of that choice and the cut below, while some step makes it faster and it still fits
-        keep one more storage, or one in place of another
+    of that choice, of the cut below and of the one that keeps least
+        while some step makes it faster and it still fits
+            keep one more storage, or one in place of another
+            run what was dropped again from what is kept, or from what could be
     of all choices on the way that fit, the fastest
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from moe_compile.recompute.cut import around
 from moe_compile.recompute.storages import Kept, Storages
 
-TRIES: Final = 4000
-"""Choices looked at for one budget; a block of DeepSeek-V3 has some 10 storages that matter."""
-LEAST_SHARE: Final = 0.001
-"""Share of the budget below which a storage is left as the cuts have it."""
+TRIES: Final = 12_000
+"""Choices looked at for one budget; a block of DeepSeek-V3 has 69 storages."""
 LARGE: Final = 0.01
 """Share of the budget from which on choices count as different by a storage."""
 
@@ -39,7 +40,8 @@ def filling(storages: Storages, ns: Sequence[int], budget: int, most: int) -> li
     if below == above:
         return [below]
     search = _Filling(storages=storages, ns=ns, budget=budget)
-    for start in (below, search.shrunk(above)):
+    least, _ = around(storages, ns, 0)
+    for start in (below, search.shrunk(above), least):
         search.improve(start)
     return sorted(search.found.values(), key=_order)[:most]
 
@@ -64,7 +66,7 @@ class _Filling:
         while kept.nbytes > self.budget:
             fewer = [
                 one
-                for storage in self._of_at_least(LEAST_SHARE, kept.storages)
+                for storage in sorted(kept.storages)
                 if (one := self._tried(kept.storages - {storage})).nbytes < kept.nbytes
             ]
             if not fewer:
@@ -87,15 +89,14 @@ class _Filling:
                 better = best
 
     def _steps_from(self, kept: Kept) -> Iterator[Kept]:
-        made_again = (s for n in sorted(kept.again) for s in self.storages.steps[n].makes)
-        more = self._of_at_least(LEAST_SHARE, made_again)
-        for dropped in (
-            frozenset(),
-            *(frozenset({s}) for s in self._of_at_least(LEAST_SHARE, kept.storages)),
-        ):
+        more = sorted(s for n in kept.again for s in self.storages.steps[n].makes)
+        could = self.storages.not_made_by(kept.again)
+        for storage in more:
+            yield self._tried(kept.storages | {storage})
+        for dropped, others in itertools.product(sorted(kept.storages), (kept.storages, could)):
             for storage in more:
                 if self.tries_left > 0:
-                    yield self._tried(kept.storages - dropped | {storage})
+                    yield self._tried(others - {dropped} | {storage})
 
     def _tried(self, chosen: frozenset[int]) -> Kept:
         self.tries_left -= 1
@@ -103,9 +104,7 @@ class _Filling:
 
     def _noted(self, kept: Kept) -> Kept:
         if kept.nbytes <= self.budget:
-            large = tuple(self._of_at_least(LARGE, kept.storages))
+            least = LARGE * self.budget
+            large = tuple(s for s in sorted(kept.storages) if self.storages.nbytes[s] >= least)
             self.found[large] = min(self.found.get(large, kept), kept, key=_order)
         return kept
-
-    def _of_at_least(self, share: float, numbers: Iterable[int]) -> list[int]:
-        return sorted(s for s in numbers if self.storages.nbytes[s] >= share * self.budget)
