@@ -48,7 +48,7 @@ DRAWS: Final = "visualize_memory_budget_pareto"
 """Setting by which torch draws its own curve, by many more solutions."""
 WEIGHTLESS: Final = "unsafe_treat_script_objects_as_zero_size"
 """Setting by which objects among a graph's inputs are taken to hold no tensors."""
-FINALISTS: Final = 4
+FINALISTS: Final = 2
 """Choices by each kind of prices that are partitioned, and priced by their schedules."""
 ROUNDS: Final = 2
 """Times that this is done, the second for less, where torch kept more than was chosen."""

@@ -25,8 +25,8 @@ from typing import Final
 from moe_compile.recompute.cut import around
 from moe_compile.recompute.storages import Kept, Storages
 
-TRIES: Final = 12_000
-"""Choices looked at for one budget; a block of DeepSeek-V3 has 69 storages."""
+WORK: Final = 800_000
+"""Storages looked at for one budget, in all choices; a block of DeepSeek-V3 has 69."""
 LARGE: Final = 0.01
 """Share of the budget from which on choices count as different by a storage."""
 
@@ -57,13 +57,13 @@ class _Filling:
     storages: Storages
     ns: Sequence[int]
     budget: int
-    tries_left: int = TRIES
+    work_left: int = WORK
     found: dict[tuple[int, ...], Kept] = field(default_factory=dict)
     """Large storages that are kept -> the fastest choice that fits."""
 
     def shrunk(self, kept: Kept) -> Kept:
         """Return a choice that fits, by dropping storages one by one."""
-        while kept.nbytes > self.budget:
+        while kept.nbytes > self.budget and self.work_left > 0:
             fewer = [
                 one
                 for storage in sorted(kept.storages)
@@ -95,11 +95,11 @@ class _Filling:
             yield self._tried(kept.storages | {storage})
         for dropped, others in itertools.product(sorted(kept.storages), (kept.storages, could)):
             for storage in more:
-                if self.tries_left > 0:
+                if self.work_left > 0:
                     yield self._tried(others - {dropped} | {storage})
 
     def _tried(self, chosen: frozenset[int]) -> Kept:
-        self.tries_left -= 1
+        self.work_left -= len(self.storages.nbytes)
         return self._noted(self.storages.kept(chosen, self.ns))
 
     def _noted(self, kept: Kept) -> Kept:

@@ -10,8 +10,8 @@ PAGE = Path(__file__).parents[2] / "docs/memory.md"
 HEAD = "| block | by price: kept | added time | torch's solver: kept | added time |"
 RECORDED = Path(__file__).parents[2] / "benchmarks/results/recompute.json"
 THEIRS = Point(cell="a", budget=0.5, kept=0.6, added=0.02, prices="theirs")
-OURS = replace(THEIRS, kept=0.55, added=0.01, prices="ours")
-BAR = replace(OURS, added=0.009)
+OURS = replace(THEIRS, budget=0.6, kept=0.55, added=0.01, prices="ours")
+BAR = replace(OURS, budget=0.55, added=0.009)
 MET = Curve(cell="a", kept_bytes=1, step_us=1.0, torchs=(THEIRS,), ours=(OURS, BAR), choice_s=1.0)
 
 
