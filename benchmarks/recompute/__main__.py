@@ -6,11 +6,13 @@ Contract
     for the backward alone, of what torch's partitioner keeps without a budget, exchanges saved.
     torch's solver has its own estimator ("flops") and megamoe's nominal sizes; without these it
     would take every count of rows for 4096. Each of its points is then megamoe's budget, in bytes.
+    Schedules may hold as much as they like, as in a job whose step holds far more than one block:
+    else a schedule that just fits, or not, would tell more than what is computed again.
 
 Bars
     45 % fewer bytes for less than 1 % more time, where exchanges leave room
     never slower than torch's solver at no more bytes
-    at least 10 % less added time than torch's solver at some point
+    at least 10 % less added time than torch's fastest of no more bytes, somewhere on each block
 """
 
 from __future__ import annotations
@@ -40,8 +42,6 @@ from moe_compile.cost.aot_trace import aot_graphs
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.recompute.choose_kept import (
     TORCHS_DEFAULT,
-    TORCHS_PRICES,
-    Chosen,
     Partition,
     Search,
     nominal_hints,
@@ -51,6 +51,8 @@ from moe_compile.report.provenance import describe_machine, recorded_command
 from moe_compile.simulator.models import MODELS
 from passes.pipeline import JOINT
 
+ANY_MEMORY: Final = 10.0
+"""A `max_memory_increase` that no schedule reaches."""
 SHARES: Final = (0.8, 0.6, 0.4, 0.2, 0.05)
 """Budgets given to torch's solver."""
 BAR_SHARE: Final = 0.55
@@ -104,7 +106,7 @@ class Curve:
     ours: tuple[Point, ...]
     """One for each point of torch, its bytes the budget; then the bar's."""
     choice_s: float
-    """CPU time of the last choice of ours."""
+    """CPU time of the bar's choice, torch's partition without a budget and its price included."""
 
 
 def curve(cell: Cell, shares: Sequence[float]) -> Curve:
@@ -114,7 +116,13 @@ def curve(cell: Cell, shares: Sequence[float]) -> Curve:
     x = torch.empty(
         cell.tokens, shape.width, dtype=torch.bfloat16, device="meta", requires_grad=True
     )
-    config = MegaMoEConfig(hardware=cell.profile, equal_tokens=True, codegen="fx", chunks=1)
+    config = MegaMoEConfig(
+        hardware=cell.profile,
+        equal_tokens=True,
+        codegen="fx",
+        chunks=1,
+        max_memory_increase=ANY_MEMORY,
+    )
     found: list[Curve] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -129,9 +137,7 @@ def curve(cell: Cell, shares: Sequence[float]) -> Curve:
             sizes.learn(joint.graph)
             with nominal_hints(joint.graph, sizes):
                 search = Search(joint, state, sizes, run, settings["num_fwd_outputs"])
-                default = search.partitioned(TORCHS_DEFAULT, 1.0)
-                keep_what_is_never_computed_again(joint.graph)
-                found.append(_points(cell, search, default, shares))
+                found.append(_points(cell, search, joint, shares))
             raise CapturedError
 
         return aot_graphs(gm, inputs, partition)
@@ -145,7 +151,14 @@ def curve(cell: Cell, shares: Sequence[float]) -> Curve:
     return found[0]
 
 
-def _points(cell: Cell, search: Search, default: Partition, shares: Sequence[float]) -> Curve:
+def _points(cell: Cell, search: Search, joint: fx.GraphModule, shares: Sequence[float]) -> Curve:
+    begun = time.process_time()
+    default = search.default()
+    keep_what_is_never_computed_again(joint.graph)
+    bar_bytes = int(BAR_SHARE * default.kept_bytes)
+    bar = search.choose(default, bar_bytes).partition
+    choice_s = time.process_time() - begun
+
     def point(one: Partition, budget: float) -> Point:
         return Point(
             cell=str(cell),
@@ -155,22 +168,17 @@ def _points(cell: Cell, search: Search, default: Partition, shares: Sequence[flo
             prices=one.prices,
         )
 
-    def chosen(budget: int) -> Chosen:
-        return search.choose(default, budget)
-
-    torchs = [(search.partitioned(TORCHS_PRICES, share), share) for share in shares]
-    budgets = [*(one.kept_bytes for one, _ in torchs), int(BAR_SHARE * default.kept_bytes)]
-    ours = []
-    for budget in budgets:
-        begun = time.process_time()
-        ours.append(point(chosen(budget).partition, budget / default.kept_bytes))
-        choice_s = time.process_time() - begun
+    torchs = [(search.by_torchs_solver(share), share) for share in shares]
+    budgets = [one.kept_bytes for one, _ in torchs]
+    ours = [(search.choose(default, budget).partition, budget) for budget in budgets]
     return Curve(
         cell=str(cell),
         kept_bytes=default.kept_bytes,
         step_us=round(default.us, 1),
         torchs=tuple(point(*one) for one in torchs),
-        ours=tuple(ours),
+        ours=tuple(
+            point(one, budget / default.kept_bytes) for one, budget in (*ours, (bar, bar_bytes))
+        ),
         choice_s=round(choice_s, 1),
     )
 
@@ -185,10 +193,19 @@ def verdicts(curves: Sequence[Curve]) -> Iterator[tuple[str, bool, str]]:
     slower = [(t, o) for t, o in pairs if o.added > t.added or o.kept > t.kept]
     said = "; ".join(f"{t.cell} at {t.kept:.0%}" for t, _ in slower) or f"{len(pairs)} points"
     yield "never slower than torch's solver at no more bytes", not slower, said
-    gains = {(t.cell, t.kept): 1.0 - o.added / t.added for t, o in pairs if t.added > 0}
-    best = max(gains, key=lambda key: gains[key])
-    said = f"{gains[best]:.0%} less for {best[0]} at {best[1]:.0%} of the bytes"
-    yield "10 % less added time than torch's solver somewhere", gains[best] >= BAR_GAIN, said
+    gains = {c.cell: _best_gain(c) for c in curves}
+    said = "; ".join(f"{cell}: {gain:.0%}" for cell, gain in gains.items())
+    is_met = min(gains.values()) >= BAR_GAIN
+    yield "10 % less added time than torch's solver somewhere on each block", is_met, said
+
+
+def _best_gain(one: Curve) -> float:
+    """Return the largest share of added time saved against torch's fastest of no more bytes."""
+    gains = [0.0]
+    for ours in one.ours:
+        theirs = min((t.added for t in one.torchs if t.kept <= ours.budget), default=0.0)
+        gains += [1.0 - ours.added / theirs] if theirs > 0 else []
+    return max(gains)
 
 
 def print_curves(curves: Sequence[Curve], console: Console) -> None:
@@ -215,8 +232,9 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    figure, panels = pyplot.subplots(1, len(curves), figsize=(4.5 * len(curves), 3.4))
-    for panel, one in zip(panels, curves, strict=True):
+    size = 4.5 * len(curves), 3.4
+    figure, panels = pyplot.subplots(1, len(curves), figsize=size, squeeze=False)
+    for panel, one in zip(panels[0], curves, strict=True):
         for points, name, style in (
             (one.torchs, "torch's solver", "s--"),
             (one.ours, "by price", "o-"),
@@ -226,10 +244,11 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
                 [100 * kept for kept, _ in along],
                 [100 * added for _, added in along],
                 style,
+                drawstyle="steps-post",  # a budget between two solutions gets the smaller one
                 label=name,
             )
         panel.set_title(one.cell, fontsize=10)
-        panel.set_xlabel("bytes kept, % of torch's default")
+        panel.set_xlabel("bytes allowed, % of torch's default")
         panel.set_ylabel("added time, % (predicted)")
         panel.grid(alpha=0.3)
         panel.legend()

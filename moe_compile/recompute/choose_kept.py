@@ -2,14 +2,16 @@
 
 Contract
     A function of the joint graph, the options and the hardware profile; nothing is measured.
-    torch's partitioner makes every candidate; none of its settings is left changed. Collectives are
-    the same in all candidates, so nothing that ranks share follows from the choice.
+    torch's partitioner makes every candidate, from policies that say of each step whether it is
+    kept; none of its settings and no policy is left changed. Collectives are the same in all
+    candidates, so nothing that ranks share follows from the choice.
     A candidate is priced by the schedules of its forward and its backward.
 
 Pseudo-code
     default = torch's partition without a budget; done if it fits
-    for prices in (torch's operations, our times, our times where the backward waits)
-        try the budget asked for as torch's, then larger and smaller ones, by halving
+    for prices in (our times, our times where the backward waits)
+        some choices that fit into the budget, by prices that add up (`fill_budget.py`)
+        have torch part the graph so; again for less where it keeps more than that
     take the fastest that fits; where none does, the one that keeps least
 """
 
@@ -30,27 +32,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.plan.state import CompileState
-from moe_compile.recompute.kept import computed_again, kept_storages
+from moe_compile.recompute.fill_budget import filling
+from moe_compile.recompute.kept import computed_again, kept_storages, results_of
 from moe_compile.recompute.never_again import keep_what_is_never_computed_again
-from moe_compile.recompute.prices import PricedByName, beside_waits
+from moe_compile.recompute.policies import BUDGET, SOLVER, chosen_policies, forget_choice
+from moe_compile.recompute.prices import beside_waits, in_ns
+from moe_compile.recompute.storages import Kept, Storages
 from moe_compile.schedule.choose_schedule import choose_schedule
 from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import simulate
 
-BUDGET: Final = "activation_memory_budget"
 ESTIMATOR: Final = "activation_memory_budget_runtime_estimator"
-SOLVER: Final = "activation_memory_budget_solver"
 DRAWS: Final = "visualize_memory_budget_pareto"
 """Setting by which torch draws its own curve, by many more solutions."""
 WEIGHTLESS: Final = "unsafe_treat_script_objects_as_zero_size"
 """Setting by which objects among a graph's inputs are taken to hold no tensors."""
-TRIES: Final = 4
-"""Budgets tried with each kind of prices; each is one more run of torch's partitioner."""
-LEAST: Final = 1e-6
-"""A budget for which torch keeps only what it must; 0 would have it keep nothing, exchanges too."""
-CLOSE: Final = 0.97
-"""Share of the budget from which on no larger one is tried."""
+FINALISTS: Final = 2
+"""Choices by each kind of prices that are partitioned, and priced by their schedules."""
+ROUNDS: Final = 2
+"""Times that this is done, the second for less, where torch kept more than was chosen."""
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 Partitioner = Callable[[], Modules]
@@ -58,6 +59,7 @@ Phases: TypeAlias = "tuple[Scheduled, Scheduled]"
 
 TORCHS_DEFAULT: Final = "torch's default"
 TORCHS_PRICES: Final = "operations, as torch counts them"
+"""torch's solver with its own estimator: what the choice is compared with."""
 OUR_PRICES: Final = "predicted time"
 FREE_WAITS: Final = "predicted time, less time in which the backward waits"
 
@@ -68,7 +70,7 @@ class Partition:
 
     modules: Modules
     prices: str
-    """Prices by which torch's solver decided."""
+    """Prices by which it was decided what is kept."""
     kept: Mapping[fx.Node, int]
     """Forward nodes whose tensors are kept for the backward alone, with their bytes."""
     again: frozenset[str]
@@ -129,7 +131,7 @@ def choose_kept(
     sizes.learn(joint.graph)
     with nominal_hints(joint.graph, sizes):
         search = Search(joint, state, sizes, partition, num_results)
-        default = search.partitioned(TORCHS_DEFAULT, 1.0)
+        default = search.default()
         budget = budget_bytes(state.config.activation_budget, default.kept_bytes)
         if default.kept_bytes <= budget:
             return Chosen(partition=default, default=default, budget_bytes=budget)
@@ -184,10 +186,15 @@ class Search:
         num_results: int,
     ) -> None:
         """Prepare; nothing is partitioned yet. Parameters are those of `choose_kept`."""
-        self._joint, self._state, self._sizes = joint, state, sizes
-        self._partition, self._num_results = partition, num_results
-        self._made: dict[tuple[str, float], Partition] = {}
+        self.joint, self._state, self.sizes = joint, state, sizes
+        self._partition, self.num_results = partition, num_results
+        self._made: dict[frozenset[str], Partition] = {}
+        self._torchs: dict[float, Partition] = {}
         self._priced: dict[tuple[frozenset[str], frozenset[str]], Phases] = {}
+
+    def default(self) -> Partition:
+        """Return torch's partition without a budget."""
+        return self._new(TORCHS_DEFAULT, {BUDGET: 1.0})
 
     def choose(self, default: Partition, budget: int) -> Chosen:
         """Return the fastest candidate of at most `budget` bytes, or the one that keeps least."""
@@ -200,52 +207,54 @@ class Search:
         return Chosen(partition=best, default=default, budget_bytes=budget)
 
     def _candidates(self, default: Partition, budget: int) -> list[Partition]:
-        """Return partitions by all kinds of prices, for budgets around the one asked for."""
-        costs = estimate_costs(self._joint.graph, self._sizes, self._state.hardware)
+        """Return partitions for the budget, by all kinds of prices."""
+        graph = self.joint.graph
+        storages = Storages.of(graph, results_of(graph, self.num_results), self.sizes)
+        costs = estimate_costs(graph, self.sizes, self._state.hardware)
         us = {node.name: cost.compute_us for node, cost in costs.items()}
         backward = default.phases[1]
-        free = beside_waits(us, default.kept, backward.problem, backward.order)
-        estimators = {
-            TORCHS_PRICES: "flops",
-            OUR_PRICES: PricedByName(us),
-            FREE_WAITS: PricedByName(free),
+        kinds = {
+            OUR_PRICES: [in_ns(us[step.name]) for step in storages.steps],
+            FREE_WAITS: beside_waits(storages, us, backward.problem, backward.order),
         }
-        asked = budget / default.kept_bytes
-        found = [one for e in estimators.items() for one in self._halving(*e, asked, budget)]
-        if all(one.kept_bytes > budget for one in found):
-            found.append(self.partitioned(OUR_PRICES, LEAST, estimators[OUR_PRICES]))
+        allowed = budget
+        found: list[Partition] = []
+        for _ in range(ROUNDS):
+            found += [
+                self._as_chosen(storages, kept, prices)
+                for prices, ns in kinds.items()
+                for kept in filling(storages, ns, allowed, FINALISTS)
+            ]
+            excess = min(one.kept_bytes for one in found) - budget
+            if excess <= 0 or excess >= allowed:
+                break
+            allowed -= excess
         return found
 
-    def _halving(
-        self, prices: str, estimator: Any, asked: float, budget: int
-    ) -> Iterator[Partition]:
-        """Yield partitions for `asked`, then for shares nearer to what just fits."""
-        fits, exceeds, share = 0.0, 1.0, asked
-        for _ in range(TRIES):
-            one = self.partitioned(prices, share, estimator)
-            yield one
-            if one.kept_bytes > budget:
-                exceeds = share
-            elif one.kept_bytes >= CLOSE * budget:
-                return
-            else:
-                fits = share
-            share = (fits + exceeds) / 2
+    def _as_chosen(self, storages: Storages, kept: Kept, prices: str) -> Partition:
+        """Return the partition that keeps what was chosen."""
+        again = frozenset(storages.steps[number].name for number in kept.again)
+        if again not in self._made:
+            with chosen_policies(self.joint, storages, again) as settings:
+                one = self._made[again] = self._new(prices, settings)
+            for module in one.modules:
+                forget_choice(module.graph, storages)
+        return self._made[again]
 
-    def partitioned(self, prices: str, share: float, estimator: Any = "flops") -> Partition:
-        """Return torch's partition for a budget of `share`, by prices of an `estimator`."""
-        if (prices, share) not in self._made:
-            self._made[prices, share] = self._new(prices, share, estimator)
-        return self._made[prices, share]
+    def by_torchs_solver(self, share: float) -> Partition:
+        """Return what torch's solver makes for a budget of `share`, by its own estimator."""
+        if share not in self._torchs:
+            self._torchs[share] = self._new(TORCHS_PRICES, {BUDGET: share})
+        return self._torchs[share]
 
-    def _new(self, prices: str, share: float, estimator: Any) -> Partition:
-        settings = {BUDGET: share, ESTIMATOR: estimator, SOLVER: "dp", DRAWS: False}
-        if hasattr(functorch_config, WEIGHTLESS) and holds_tensors_alone(self._joint.graph):
-            settings[WEIGHTLESS] = True
-        with functorch_config.patch(settings):
+    def _new(self, prices: str, settings: Mapping[str, Any]) -> Partition:
+        changed = {ESTIMATOR: "flops", SOLVER: "dp", DRAWS: False, **settings}
+        if hasattr(functorch_config, WEIGHTLESS) and holds_tensors_alone(self.joint.graph):
+            changed[WEIGHTLESS] = True
+        with functorch_config.patch(changed):
             modules = self._partition()
         forward, backward = (module.graph for module in modules)
-        kept = kept_storages(forward, backward, self._num_results, self._sizes)
+        kept = kept_storages(forward, backward, self.num_results, self.sizes)
         again = computed_again(forward, backward)
         return Partition(
             modules=modules, prices=prices, kept=kept, again=again, schedule=self._scheduled
@@ -255,7 +264,7 @@ class Search:
         key = frozenset(node.name for node in one.kept), one.again
         if key not in self._priced:
             forward, backward = (module.graph for module in one.modules)
-            given = self._state, self._sizes
+            given = self._state, self.sizes
             self._priced[key] = Scheduled.of(forward, *given), Scheduled.of(backward, *given)
         return self._priced[key]
 

@@ -8,8 +8,6 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch.fx as fx
 
 from moe_compile.cost.amounts import is_free
@@ -29,7 +27,7 @@ def kept_storages(
     nodes = list(forward.nodes)
     classes = AliasClasses(nodes)
     inputs = [n for n in nodes if n.op in ("placeholder", "get_attr")]
-    held = classes.of(*inputs, *_results(forward, num_results))
+    held = classes.of(*inputs, *results_of(forward, num_results))
     taken = {node.name for node in backward.find_nodes(op="placeholder")}
     kept = classes.of(*(n for n in nodes if n.op == "call_function" and n.name in taken)) - held
     maker: dict[int, fx.Node] = {}
@@ -38,7 +36,7 @@ def kept_storages(
         made = classes.of(node) & kept
         for storage in made:
             maker.setdefault(storage, node)
-        if len(made) == 1:
+        if made and len(classes.of(node)) == 1:
             (storage,) = made
             nbytes[storage] = max(nbytes[storage], sizes.nbytes(value_of(node)))
     found: dict[fx.Node, int] = {}
@@ -47,11 +45,12 @@ def kept_storages(
     return found
 
 
-def _results(forward: fx.Graph, number: int) -> Iterator[fx.Node]:
-    (output,) = forward.find_nodes(op="output")
+def results_of(graph: fx.Graph, number: int) -> list[fx.Node]:
+    """Return the first `number` values that a graph returns, without constants."""
+    (output,) = graph.find_nodes(op="output")
     returned = output.args[0]
     assert isinstance(returned, list | tuple)
-    yield from (value for value in returned[:number] if isinstance(value, fx.Node))
+    return [value for value in returned[:number] if isinstance(value, fx.Node)]
 
 
 def computed_again(forward: fx.Graph, backward: fx.Graph) -> frozenset[str]:

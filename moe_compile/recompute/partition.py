@@ -20,7 +20,8 @@ from moe_compile.graph.query import has_static_inputs, is_launch
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
-from moe_compile.recompute.choose_kept import BUDGET, Modules, choose_kept
+from moe_compile.recompute.choose_kept import Modules, choose_kept
+from moe_compile.recompute.policies import BUDGET
 
 NAME: Final = "recompute"
 """What the journal calls the choice."""

@@ -1,4 +1,4 @@
-"""Prices of computing a tensor again, for torch's solver: alone, and where the backward waits.
+"""Prices of computing a step again: alone, and where the backward waits for a link.
 
 Contract
     Pure arithmetic on the cost model's times and on the default partition's scheduled backward; the
@@ -6,77 +6,71 @@ Contract
 
 What is computed again reads only kept tensors and inputs. So it may run at any time before its
 first reader, and costs little where the compute stream stands still meanwhile, and a link is busy.
-Such time before the reader is given to the tensors that the default partition keeps, those with the
-most bytes for each microsecond first. One microsecond of compute beside a collective lasts 1 + c,
-c the contention, and the collective loses the share s / (1 + s) of that, s its slowdown.
+One microsecond of compute beside a collective lasts 1 + c, c the contention, and the collective
+loses the share s / (1 + s) of that, s its slowdown. Each step is priced as if it had all of such
+time before its first reader to itself: what is computed again for the readers of a block takes
+less than its exchanges, or else the prices alone decide.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import torch.fx as fx
-from torch._inductor import custom_graph_pass
 
 from moe_compile.cost.amounts import is_free
+from moe_compile.recompute.storages import Storages
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import COMPUTE, HOST, Clock
 
-LEAST_US = 1e-3
-"""Price of what takes no time by the model: of two such, torch's solver then keeps the larger."""
-
-_Estimator: type = getattr(custom_graph_pass, "CustomRuntimeEstimator", object)
-"""Base of estimators; a torch without it takes any callable."""
+LEAST_NS: Final = 1
+"""Price of what takes no time by the model: of two such, what is kept decides."""
 
 
-class PricedByName(_Estimator):
-    """Prices of nodes by name, microseconds, as torch's partitioner asks for them."""
-
-    def __init__(self, us: Mapping[str, float]) -> None:
-        """Take the prices; what has none takes no time."""
-        self._us = us
-
-    def __call__(self, node: fx.Node) -> float:
-        """Return the price of computing `node` again."""
-        return max(LEAST_US, self._us.get(node.name, 0.0))
-
-    def uuid(self) -> None:
-        """Return None: prices are set only while the partitioner runs, where no key is made."""
+def in_ns(us: float) -> int:
+    """Return a time in whole nanoseconds, at least one."""
+    return max(LEAST_NS, round(1e3 * us))
 
 
 def beside_waits(
+    storages: Storages,
     us: Mapping[str, float],
-    kept: Mapping[fx.Node, int],
     problem: ScheduleProblem,
     order: Sequence[int],
-) -> dict[str, float]:
-    """Return prices `us` less what fits into times when the scheduled backward waits for a link.
+) -> list[int]:
+    """Return nanoseconds of each step, less what fits into the backward's waits for a link.
 
-    `kept` are the nodes of the default partition's forward that its backward is given, with their
-    bytes; `problem` and `order` are those of that backward.
+    `us` are the times of the steps by name; `problem` and `order` are those of the scheduled
+    backward of the default partition.
     """
     slowed = max(problem.overlap_slowdown.values(), default=0.0)
     cost = min(1.0, (1.0 + problem.contention) * slowed / (1.0 + slowed))
     idle, first_read = _idle_and_reads(problem, order)
-    found = dict(us)
-
-    def bytes_per_us(node: fx.Node) -> float:
-        return kept[node] / max(us.get(node.name, 0.0), LEAST_US)
-
-    for node in sorted(kept, key=bytes_per_us, reverse=True):
-        until = min((first_read[name] for name in _names(node) if name in first_read), default=0.0)
-        hidden = _take(idle, us.get(node.name, 0.0), until)
-        found[node.name] = us.get(node.name, 0.0) - hidden * (1.0 - cost)
+    until = _needed_by(storages, first_read)
+    found = []
+    for number, step in enumerate(storages.steps):
+        before = sum(max(0.0, min(end, until[number]) - start) for start, end in idle)
+        hidden = min(us[step.name], before)
+        found.append(in_ns(us[step.name] - hidden * (1.0 - cost)))
     return found
 
 
-def _names(node: fx.Node) -> Iterator[str]:
-    """Yield the names of a node and of views of its tensor: the backward may be given any."""
-    yield node.name
-    for user in node.users:
-        if user.op == "call_function" and is_free(user):
-            yield from _names(user)
+def _needed_by(storages: Storages, first_read: Mapping[str, float]) -> list[float]:
+    """Return when the backward first needs each step, as far as the times of its inputs say."""
+    until = [math.inf] * len(storages.steps)
+    for name, at in first_read.items():
+        if name in storages.places:
+            number = storages.made_by[storages.places[name]]
+            until[number] = min(until[number], at)
+    for number, step in reversed([*enumerate(storages.steps)]):
+        if step.is_free_to_choose or step.is_forced:
+            for storage in step.reads:
+                maker = storages.made_by[storage]
+                until[maker] = min(until[maker], until[number])
+    return until
 
 
 def _idle_and_reads(
@@ -121,17 +115,3 @@ def _reads(node: fx.Node, reached: Mapping[fx.Node, float]) -> Iterator[float]:
             yield from _reads(user, reached)
         else:
             yield reached[user]
-
-
-def _take(idle: list[tuple[float, float]], us: float, until: float) -> float:
-    """Take at most `us` of idle time before `until`, the latest first; return how much."""
-    taken = 0.0
-    for number in reversed(range(len(idle))):
-        start, end = idle[number]
-        end = min(end, until)
-        if end <= start or taken >= us:
-            continue
-        part = min(us - taken, end - start)
-        taken += part
-        idle[number : number + 1] = [(start, end - part), (end, idle[number][1])]
-    return taken

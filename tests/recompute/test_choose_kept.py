@@ -19,15 +19,12 @@ from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.precedence import integers_taken
 from moe_compile.graph.query import is_launch, overload_name, value_of
 from moe_compile.journal.reasons import Reason
-from moe_compile.recompute.choose_kept import (
-    BUDGET,
-    TORCHS_DEFAULT,
-    TORCHS_PRICES,
-    Search,
-    holds_tensors_alone,
-    nominal_hints,
-)
+from moe_compile.recompute.choose_kept import Search, holds_tensors_alone, nominal_hints
+from moe_compile.recompute.kept import results_of
 from moe_compile.recompute.never_again import keep_what_is_never_computed_again
+from moe_compile.recompute.policies import BUDGET
+from moe_compile.recompute.prices import beside_waits
+from moe_compile.recompute.storages import Storages
 from moe_compile.report.explain import short_lines
 from moe_compile.report.process_report import record_of, report_of
 from passes.pipeline import JOINT
@@ -54,6 +51,15 @@ class Block(nn.Module):
     def forward(self, x):
         h = self.dense(x)
         return h + self.experts(h)
+
+
+class Attending(Block):
+    """Attention without dropout in place of the dense part."""
+
+    def dense(self, x):
+        q, k, v = ((x @ self.up)[:, i * 32 : i * 32 + 32].view(1, 1, -1, 32) for i in range(3))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + out.reshape(len(x), -1) @ self.down[:32]
 
 
 class Checkpointed(Block):
@@ -90,7 +96,7 @@ def searched(layer, look):
         sizes.learn(joint.graph)
         with nominal_hints(joint.graph, sizes):
             search = Search(joint, state, sizes, run, settings["num_fwd_outputs"])
-            default = search.partitioned(TORCHS_DEFAULT, 1.0)
+            default = search.default()
             keep_what_is_never_computed_again(joint.graph)
             found.append(look(search, default))
         return default.modules
@@ -125,13 +131,64 @@ def names(module, holds=lambda node: True):
 def test_no_choice_is_slower_than_torchs_solver_with_as_many_bytes(fake_ranks):
     def look(search, default):
         for share in (0.9, 0.01):
-            torchs = search.partitioned(TORCHS_PRICES, share)
+            torchs = search.by_torchs_solver(share)
             assert torchs.kept_bytes < default.kept_bytes
             chosen = search.choose(default, torchs.kept_bytes).partition
             yield torchs.kept_bytes, torchs.us, chosen.kept_bytes, chosen.us
 
     found = searched(Block(fake_ranks), lambda *given: list(look(*given)))
     assert all(kept <= budget and us <= theirs for budget, theirs, kept, us in found)
+
+
+def test_the_bytes_of_a_choice_are_those_that_the_partition_keeps(fake_ranks):
+    """They were not: of a sort's two results both counted where one was kept."""
+
+    def look(search, default):
+        graph = search.joint.graph
+        storages = Storages.of(graph, results_of(graph, search.num_results), search.sizes)
+        for share in (0.9, 0.5, 0.3):
+            chosen = search.choose(default, int(share * default.kept_bytes)).partition
+            again = [i for i, s in enumerate(storages.steps) if s.name in chosen.again]
+            kept = storages.kept(storages.not_made_by(again), [0] * len(storages.steps))
+            yield chosen.kept_bytes, kept.nbytes, default.kept_bytes
+
+    for real, predicted, default in searched(Block(fake_ranks), lambda *given: [*look(*given)]):
+        assert real == predicted < default
+
+
+def test_no_policy_of_the_choice_is_left(fake_ranks):
+    def policies(graph):
+        return {n.name: n.meta["recompute"] for n in graph.nodes if "recompute" in n.meta}
+
+    def look(search, default):
+        before = policies(search.joint.graph)
+        chosen = search.choose(default, default.kept_bytes // 2).partition
+        return before, [policies(m.graph) for m in chosen.modules], policies(search.joint.graph)
+
+    before, parts, after = searched(Block(fake_ranks), look)
+    assert after == before and all(part.items() <= before.items() for part in parts)
+
+
+def test_attention_without_dropout_runs_again_without_the_state_of_a_generator(fake_ranks):
+    forward, backward, state = traced(Attending(fake_ranks), activation_budget=2)
+    assert state.kept["kept_bytes"] < 0.7 * state.kept["kept_bytes_before"]
+    for one in (forward, backward):
+        assert sum("scaled_dot_product" in n and "backward" not in n for n in names(one)) == 1
+        assert not any("rng_state" in str(node.target) for node in one.graph.nodes)
+
+
+def test_a_step_costs_less_where_the_backward_waits_before_it(fake_ranks):
+    def look(search, default):
+        graph = search.joint.graph
+        storages = Storages.of(graph, results_of(graph, search.num_results), search.sizes)
+        us = {step.name: 1.0 for step in storages.steps}
+        backward = default.phases[1]
+        ns = beside_waits(storages, us, backward.problem, backward.order)
+        return dict(zip(us, ns, strict=True))
+
+    ns = searched(Block(fake_ranks), look)
+    assert ns["mm"] == 1, "of the dense part, whose gradients come after all exchanges"
+    assert ns["floor_divide"] == 1000, "of the combine, whose gradients come before any"
 
 
 def test_a_budget_that_cannot_be_met_is_told_with_the_least(fake_ranks):
