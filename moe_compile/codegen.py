@@ -42,6 +42,11 @@ from moe_compile.recompute.partition import partitioned
 from moe_compile.second_backward import keep_saved_tensors, keeps_host_reads
 from moe_compile.source_hash import hash_of_sources
 from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
+from moe_compile.torch_quirks.cuda_graphs import (
+    Inputs,
+    asks_for_captures,
+    why_no_captures,
+)
 from moe_compile.torch_quirks.inductor_settings import settings_of_ours, switched_off
 from passes.bisected import is_bisecting
 from passes.pipeline import (
@@ -122,6 +127,10 @@ def _sources() -> str:
 def _identity(state: CompileState) -> str:
     """Return the identity of our passes, and of those left out, in cache keys."""
     given = f"{state.config.digest_text()} {state.hardware} {state.site} {state.plan_digest}"
+    if state.is_captured:
+        given += (
+            f" {state.num_inputs} {sorted(state.steady_inputs)} {sorted(state.gathered_inputs)}"
+        )
     return " ".join([_sources(), given, *sorted(state.dropped)])
 
 
@@ -181,7 +190,11 @@ def compile_with_inductor(
     If the graph keeps host reads, its backward still keeps the saved tensors.
     """
     levels = _levels(state)
-    ours = _settings(state)
+    ours = _settings(state, patches)
+    state.is_captured = state.has_work and _captures(state, patches)
+    inputs = Inputs.of(gm)
+    state.num_inputs = inputs.number
+    state.steady_inputs, state.gathered_inputs = inputs.steady, inputs.gathered
     passes = dict[str, LevelPass]()
     for hook, all_levels in HOOKS.items():
         if here := tuple(level for level in all_levels if level in levels):
@@ -268,17 +281,29 @@ def _let_into_cache(gm: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str,
     return cacheable_functions(patches)
 
 
-def _settings(state: CompileState) -> dict[str, object]:
+def _settings(state: CompileState, patches: Mapping[str, Any]) -> dict[str, object]:
     """Return Inductor's settings for a graph that our passes work on; {} for any other."""
+    if not state.has_work:
+        return {}
     is_scheduled = POST_GRAD in _levels(state) and state.config.schedule
-    return settings_of_ours(is_scheduled=is_scheduled) if state.has_work else {}
+    captured = patches if _captures(state, patches) else None
+    return settings_of_ours(is_scheduled=is_scheduled, captured=captured)
+
+
+def _captures(state: CompileState, patches: Mapping[str, Any]) -> bool:
+    return asks_for_captures(patches) and not why_not_captured(state, patches)
+
+
+def why_not_captured(state: CompileState, patches: Mapping[str, Any]) -> str:
+    """Return why CUDA graphs are off, though asked for, in a graph that our passes work on."""
+    return why_no_captures(patches, state.config.disable_passes)
 
 
 def settings_switched_off(state: CompileState, patches: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the settings of Inductor that were asked for and are off in this compilation."""
     if state.config.codegen != "inductor":
         return ()
-    return switched_off(patches, _settings(state))
+    return switched_off(patches, _settings(state, patches))
 
 
 def compile_with_fx(

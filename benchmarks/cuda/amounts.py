@@ -81,6 +81,25 @@ def bytes_of(wrapper: Wrapper, sizes: Sizes, weights: Container[str]) -> Bytes:
     return found
 
 
+def copied_by_parts(wrapper: Wrapper, sizes: Sizes, weights: Container[str]) -> Bytes:
+    """Return what replays of captured parts copy: all that they are given but what parts made.
+
+    Weights are among it, which are copied only where their address changes.
+    """
+    found, made = Bytes(), set[str]()
+    for call in wrapper.calls:
+        if call.kind is Kind.PART:
+            for tensor in (t for t in call.reads if t.storage not in made):
+                if tensor.buffer in weights:
+                    found.weights += _nbytes(tensor, sizes)
+                else:
+                    found.activations += _nbytes(tensor, sizes)
+            made |= {t.storage for t in call.reads}
+        elif call.part is not None:
+            made |= {t.storage for t in call.writes}
+    return found
+
+
 def elements_of(call: Call, sizes: Sizes) -> float:
     """Return the elements a Triton kernel is run for; without limit where it is not said."""
     return math.prod(evaluated(n, sizes) for n in call.numels) if call.numels else math.inf

@@ -8,6 +8,8 @@ from typing import Any, Final
 MORE_LAUNCHES: Final = {2: 15, 4: 45}
 """Chunks -> launches of Triton kernels and operators more than in one chunk."""
 MORE_BYTES: Final = {"weight_bytes": 1.10, "activation_bytes": 1.02}
+MOST_OUTSIDE: Final = 0.40
+"""Share of launches that CUDA graphs may leave outside of them, forward and backward together."""
 PHASES: Final = ("forward", "backward")
 
 

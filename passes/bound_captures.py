@@ -1,0 +1,207 @@
+"""Keep out of CUDA graphs what they cannot hold: sizes of the step, and addresses that move.
+
+Contract
+    Requires  FUNCTIONAL.
+    Keeps     every value and the order of nodes; adds operators that compute nothing. Without CUDA
+              graphs it does nothing.
+
+Inductor divides a graph into parts that are captured and parts that are not. By itself it
+    captures a kernel whose size the host reads in each step, and records it again for each size;
+    takes a weight for a tensor at a fixed address, though FSDP2 gathers it to another one in each
+    step, and records the part again for each address;
+    takes all inputs of the program for such tensors in the backward graph, activations too.
+
+So the pass names the sizes, by `step_sizes` at the end of the graph: Inductor's setting
+`cudagraph_unsafe_unbacked_ops` keeps kernels with these out. A kernel may read rows of such a
+number and make a result of another size, and mention no number: `of_step` has it mention one.
+Kernels read inputs that may move by another name, of `moving_inputs` at the head of the graph. Each
+replay copies them into the graph's memory. The program's own tensor keeps its name: it is what the
+forward graph saves for the backward, not the copy, so that FSDP2 can free it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import sympy
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
+
+from moe_compile.graph.edit import Emitter, read_instead
+from moe_compile.graph.precedence import is_view
+from moe_compile.graph.query import ends_transfer, starts_transfer, tensor_of
+from moe_compile.journal.entries import PassReport
+from moe_compile.ops.captures import MOVING_INPUTS, OF_STEP, STEP_SIZES
+from moe_compile.plan.state import CompileState
+from passes.contract import Fact, GraphPass
+
+
+@dataclass(frozen=True)
+class BoundCaptures(GraphPass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "bound_captures"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
+    commutes_with: ClassVar[frozenset[str]] = frozenset({"size_attention"})
+    is_needed: ClassVar[bool] = True
+
+    def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
+        """Mark sizes and inputs, where parts of the graph are to be captured."""
+        if not state.is_captured:
+            return PassReport(pass_name=self.name)
+        moving = [n for n in _moving(graph, state) if any(u.op != "output" for u in n.users)]
+        sizes = _sizes(graph)
+        readers = _mention(graph, sizes)
+        if moving:
+            _rename(moving)
+        if sizes:
+            nodes = list(dict.fromkeys(sizes.values()))
+            Emitter(graph.output_node()).call(STEP_SIZES, nodes).meta["val"] = None
+        return PassReport(pass_name=self.name, applied=tuple(n.name for n in (*moving, *readers)))
+
+
+def _moving(graph: fx.Graph, state: CompileState) -> list[fx.Node]:
+    """Return inputs that torch takes for ones at a fixed address, and that may move."""
+    inputs = [n for n in graph.find_nodes(op="placeholder") if tensor_of(n) is not None]
+    candidates = [n for n in inputs if n.name.startswith("primals_") and _is_on_device(n)]
+    if state.is_backward:
+        return [n for n in candidates if n.name not in state.steady_names]
+    if len(inputs) != state.num_inputs:  # no knowing which is which
+        return candidates
+    state.steady_names = {inputs[place].name for place in state.steady_inputs}
+    gathered = {inputs[place] for place in state.gathered_inputs}
+    return [n for n in candidates if n in gathered]
+
+
+def _is_on_device(node: fx.Node) -> bool:
+    value = tensor_of(node)
+    return value is not None and value.device.type != "cpu"
+
+
+def _mention(graph: fx.Graph, sizes: Mapping[sympy.Symbol, fx.Node]) -> list[fx.Node]:
+    """Have operators of known sizes that read rows of another number mention a size of these."""
+    of_step: dict[fx.Node, fx.Node] = {}
+    marked: list[fx.Node] = []
+    for node in graph.nodes:
+        own = _symbols(node) & sizes.keys()
+        looked_at = [of_step[n] for n in node.all_input_nodes if n in of_step]
+        if own:
+            of_step[node] = sizes[min(own, key=str)]
+        elif looked_at and is_view(node):
+            of_step[node] = looked_at[0]
+        elif looked_at and node.op == "call_function" and not _is_outside(node):
+            marked.append(node)
+    for node in marked:
+        for rows in [n for n in node.all_input_nodes if n in of_step]:
+            here = Emitter(node).call(OF_STEP, rows, of_step[rows])
+            here.meta["val"] = rows.meta["val"]
+            read_instead(node, rows, here)
+    return marked
+
+
+def _is_outside(node: fx.Node) -> bool:
+    """Return whether no part captures a node in any case, or it is no work."""
+    return starts_transfer(node) or ends_transfer(node) or tensor_of(node) is None
+
+
+def _symbols(node: fx.Node) -> set[sympy.Symbol]:
+    """Return the symbols in the sizes of what a node makes."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    sizes = [n for t in tensors for n in (*t.shape, *t.stride(), t.storage_offset())]
+    return {s for n in sizes if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
+
+
+def _rename(moving: Sequence[fx.Node]) -> None:
+    """Have all but the output of the graph read `moving` from the operator at its head."""
+    head = moving[-1]
+    while head.next.op == "placeholder":
+        head = head.next
+    emit = Emitter(head.next)
+    given = emit.call(MOVING_INPUTS, list(moving))
+    given.meta["val"] = [node.meta["val"] for node in moving]
+    for number, node in enumerate(moving):
+        here = emit.call(operator.getitem, given, number)
+        here.meta["val"] = node.meta["val"]
+        for reader in [user for user in node.users if user is not given and user.op != "output"]:
+            read_instead(reader, node, here)
+
+
+def _sizes(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
+    """Return each symbol that the host reads, with the first node that has it."""
+    found: dict[sympy.Symbol, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "output" or not isinstance(value, torch.SymInt):
+            continue
+        shapes = value.node.shape_env
+        for symbol in sorted(value.node.expr.free_symbols, key=str):
+            if shapes.is_unbacked_symint(symbol):
+                found.setdefault(symbol, node)
+    return found
+
+
+@functools.cache
+def write_step_sizes() -> bool:
+    """Have Inductor know the sizes by the operators; return whether this torch has the means.
+
+    The node of `step_sizes` says that it defines them, behind those that do: so the setting finds
+    them, in the backward graph too, where they are inputs. `of_step` becomes part of its reader.
+    """
+    try:
+        ir = importlib.import_module("torch._inductor.ir")
+        lowering = importlib.import_module("torch._inductor.lowering")
+        virtualized = importlib.import_module("torch._inductor.virtualized")
+        lower_sizes = _lowering_of_sizes(ir.FallbackKernel, ir.NoneLayout)
+        lower_rows = _lowering_of_rows(ir.Pointwise, virtualized.ops)
+    except (ImportError, AttributeError):
+        return False
+    lowering.register_lowering(STEP_SIZES, type_promotion_kind=None)(lower_sizes)
+    lowering.register_lowering(OF_STEP, type_promotion_kind=None)(lower_rows)
+    return True
+
+
+def _lowering_of_sizes(kernel: Any, no_layout: Any) -> Callable[..., None]:
+    class StepSizes(kernel):  # type: ignore[misc]
+        """Names of sizes."""
+
+        def __init__(self, symbols: OrderedSet[sympy.Symbol]) -> None:
+            self._symbols = symbols  # first: the base registers itself
+            layout = no_layout(device=torch.device("cpu"))
+            super().__init__(layout, STEP_SIZES, (), (), lambda *_: (([],), {}))
+
+        def get_unbacked_symbol_defs(self) -> OrderedSet[sympy.Symbol]:
+            return self._symbols
+
+        def has_side_effects(self) -> bool:
+            return True
+
+        def codegen(self, wrapper: Any) -> None:
+            pass
+
+    def lower(sizes: Sequence[Any]) -> None:
+        exprs = [size for size in sizes if isinstance(size, sympy.Expr)]
+        StepSizes(OrderedSet(s for e in exprs for s in sorted(e.free_symbols, key=str)))
+
+    return lower
+
+
+def _lowering_of_rows(pointwise: Any, ops: Any) -> Callable[..., Any]:
+    def lower(rows: Any, size: Any) -> Any:
+        load, symbol = rows.make_loader(), min(size.free_symbols, key=str)
+
+        def of_step(index: Any) -> Any:
+            ops.index_expr(symbol, torch.int64)
+            return load(index)
+
+        device, dtype, ranges = rows.get_device(), rows.get_dtype(), list(rows.get_size())
+        return pointwise.create(device=device, dtype=dtype, inner_fn=of_step, ranges=ranges)
+
+    return lower
