@@ -36,7 +36,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from moe_compile.graph.edit import Emitter, read_instead
 from moe_compile.graph.precedence import is_view
-from moe_compile.graph.query import ends_transfer, starts_transfer, tensor_of
+from moe_compile.graph.query import ends_transfer, overload_name, starts_transfer, tensor_of
 from moe_compile.journal.entries import PassReport
 from moe_compile.ops.captures import MOVING_INPUTS, OF_STEP, STEP_SIZES
 from moe_compile.plan.state import CompileState
@@ -86,24 +86,44 @@ def _is_on_device(node: fx.Node) -> bool:
 
 
 def _mention(graph: fx.Graph, sizes: Mapping[sympy.Symbol, fx.Node]) -> list[fx.Node]:
-    """Have operators of known sizes that read rows of another number mention a size of these."""
-    of_step: dict[fx.Node, fx.Node] = {}
-    marked: list[fx.Node] = []
+    """Have operators of known sizes that read rows of another number mention a size of these.
+
+    A matrix product that reads rows made in the graph is left: Inductor's node of a product has the
+    sizes of what it reads, and would read a copy of the rows.
+    """
+    of_step = _rows_of_step(graph, sizes)
+    marked = []
     for node in graph.nodes:
-        own = _symbols(node) & sizes.keys()
-        looked_at = [of_step[n] for n in node.all_input_nodes if n in of_step]
-        if own:
-            of_step[node] = sizes[min(own, key=str)]
-        elif looked_at and is_view(node):
-            of_step[node] = looked_at[0]
-        elif looked_at and node.op == "call_function" and not _is_outside(node):
-            marked.append(node)
-    for node in marked:
-        for rows in [n for n in node.all_input_nodes if n in of_step]:
-            here = Emitter(node).call(OF_STEP, rows, of_step[rows])
-            here.meta["val"] = rows.meta["val"]
-            read_instead(node, rows, here)
-    return marked
+        rows = [n for n in node.all_input_nodes if n in of_step]
+        if not rows or node in of_step or node.op == "output" or _is_outside(node):
+            continue
+        if overload_name(node).endswith("mm") and any(map(_is_made_here, rows)):
+            continue
+        marked.append((node, rows))
+    for node, rows in marked:
+        for read in rows:
+            here = Emitter(node).call(OF_STEP, read, of_step[read])
+            here.meta["val"] = read.meta["val"]
+            read_instead(node, read, here)
+    return [node for node, _ in marked]
+
+
+def _rows_of_step(graph: fx.Graph, sizes: Mapping[sympy.Symbol, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Return what is as long as the host reads, or looks at it, each with a node of one size."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if own := _symbols(node) & sizes.keys():
+            found[node] = sizes[min(own, key=str)]
+        elif is_view(node) and node.args[0] in found:
+            found[node] = found[node.args[0]]
+    return found
+
+
+def _is_made_here(node: fx.Node) -> bool:
+    """Return whether rows are no input of the graph, views looked through."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node.op != "placeholder"
 
 
 def _is_outside(node: fx.Node) -> bool:
@@ -169,7 +189,7 @@ def write_step_sizes() -> bool:
 
 
 def _lowering_of_sizes(kernel: Any, no_layout: Any) -> Callable[..., None]:
-    class StepSizes(kernel):  # type: ignore[misc]
+    class StepSizes(kernel):
         """Names of sizes."""
 
         def __init__(self, symbols: OrderedSet[sympy.Symbol]) -> None:

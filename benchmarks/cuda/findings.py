@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ from benchmarks.cuda.amounts import (
     bytes_of,
     copied_by_parts,
     elements_of,
+    kept_by_parts,
     places_of_weights,
     weights_of_backward,
     weights_of_forward,
@@ -92,7 +93,8 @@ def findings_in(folder: Path) -> dict[str, Findings]:
     if (path := folder / "backward.py").exists():
         backward = read_wrapper(path.read_text())
         weights = weights_of_backward(forward, backward, sizes, parameters)
-        found["backward"] = _findings(backward, sizes, weights, *expected["backward"])
+        kept = kept_by_parts(forward, backward)
+        found["backward"] = _findings(backward, sizes, weights, *expected["backward"], kept)
     return found
 
 
@@ -102,13 +104,14 @@ def _findings(
     weights: set[str],
     scheduled: str,
     estimated_bytes: float,
+    kept: Iterable[str] = (),
 ) -> Findings:
     triton = [c for c in wrapper.calls if c.kind is Kind.TRITON]
     moved = bytes_of(wrapper, sizes, weights)
     order = _order(wrapper)
     extern = [c for c in wrapper.calls if c.kind is Kind.EXTERN]
     parts = [c for c in wrapper.calls if c.kind is Kind.PART]
-    copied = copied_by_parts(wrapper, sizes, weights)
+    copied = copied_by_parts(wrapper, sizes, weights, kept)
     return Findings(
         triton=len(triton),
         extern=len(extern),

@@ -45,6 +45,7 @@ METHOD: Final = re.compile(r"\.([a-z]\w*)\(")
 EVENT: Final = re.compile(r"event\w*\.(record|synchronize)$")
 PART: Final = re.compile(r"partition_(\d+)")
 PART_ARGUMENTS: Final = re.compile(r"partition\d+_args")
+CALLER: Final = "the names of the caller of a part"
 SIZE: Final = re.compile(r"[su]\d+")
 READ: Final = ("in_ptr", "arg_")
 """How pointers begin that a kernel only reads: fused ones', and those of templates."""
@@ -114,7 +115,7 @@ class _Reader:
         elif isinstance(statement, ast.Return):
             self._return(statement)
 
-    def _free(self, statement: ast.Delete, name: str, heir: str) -> None:
+    def _free(self, statement: ast.stmt, name: str, heir: str) -> None:
         """Note a storage that no name refers to any more, or that another buffer has taken over."""
         given_up = self._tensors.pop(name, None)
         if given_up is None:
@@ -162,7 +163,8 @@ class _Reader:
         self._calls[-1].symbols += [
             e for e in self._numbers.pop(name).strip("[]").split(", ") if e and e not in held
         ]
-        outer, self._part = set(self._tensors), number
+        outer, self._part = dict(self._tensors), number
+        self._given_to[CALLER] = outer  # names that outlive the part
         self._tensors.update(held)
         body, result = list(_flat(self._parts[number].body)), ast.Return()
         for statement in body:
@@ -171,9 +173,11 @@ class _Reader:
             else:
                 self._statement(statement)
         returned = {ast.unparse(e) for e in _members(result.value)} if result.value else set()
-        for local in set(self._tensors) - outer - returned:
+        for local in [name for name in self._tensors if name not in {*outer, *returned}]:
             self._free(result, local, "")
-        self._part = None
+        del self._given_to[CALLER]
+        made = {name: self._tensors[name] for name in returned if name in self._tensors}
+        self._tensors, self._part = {**outer, **made}, None
 
     def _sized(self, tensor: Tensor) -> Tensor:
         """Return an argument of a part with its size: a part is given none that a run changes."""
