@@ -105,10 +105,10 @@ def megamoe(
     written = AsWritten.of(gm, example_inputs) if order else None
     weights = _shapes_of_weights(gm)
     state, compilation = rewrite(gm, config, keeps_texts=config.report.endswith(PAGE))
-    compilation.settings_off = settings_switched_off(state, patches)
+    compilation.settings_off = settings_switched_off(gm, state, patches)
     REPORT.add(compilation, config.report, state.hardware.name)
     state.on_pass_failed = functools.partial(REPORT.add_dropped, compilation)
-    _log(compilation, why_not_captured(state, patches))
+    _log(compilation, why_not_captured(gm, state, patches))
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
     again = functools.partial(_compile, state=whole, patches=patches)
     now = written.compile_now if written is not None and plan_of(state) else None

@@ -46,6 +46,7 @@ from moe_compile.torch_quirks.cuda_graphs import (
     Inputs,
     asks_for_captures,
     why_no_captures,
+    why_no_captures_of,
 )
 from moe_compile.torch_quirks.inductor_settings import settings_of_ours, switched_off
 from passes.bisected import is_bisecting
@@ -190,8 +191,8 @@ def compile_with_inductor(
     If the graph keeps host reads, its backward still keeps the saved tensors.
     """
     levels = _levels(state)
-    ours = _settings(state, patches)
-    state.is_captured = state.has_work and _captures(state, patches)
+    ours = _settings(gm, state, patches)
+    state.is_captured = _captures(gm, state, patches)
     inputs = Inputs.of(gm)
     state.num_inputs = inputs.number
     state.steady_inputs, state.gathered_inputs = inputs.steady, inputs.gathered
@@ -281,29 +282,34 @@ def _let_into_cache(gm: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str,
     return cacheable_functions(patches)
 
 
-def _settings(state: CompileState, patches: Mapping[str, Any]) -> dict[str, object]:
+def _settings(
+    gm: fx.GraphModule, state: CompileState, patches: Mapping[str, Any]
+) -> dict[str, object]:
     """Return Inductor's settings for a graph that our passes work on; {} for any other."""
     if not state.has_work:
         return {}
     is_scheduled = POST_GRAD in _levels(state) and state.config.schedule
-    captured = patches if _captures(state, patches) else None
+    captured = patches if _captures(gm, state, patches) else None
     return settings_of_ours(is_scheduled=is_scheduled, captured=captured)
 
 
-def _captures(state: CompileState, patches: Mapping[str, Any]) -> bool:
-    return asks_for_captures(patches) and not why_not_captured(state, patches)
+def _captures(gm: fx.GraphModule, state: CompileState, patches: Mapping[str, Any]) -> bool:
+    is_asked = state.has_work and asks_for_captures(patches)
+    return is_asked and not why_not_captured(gm, state, patches)
 
 
-def why_not_captured(state: CompileState, patches: Mapping[str, Any]) -> str:
-    """Return why CUDA graphs are off, though asked for, in a graph that our passes work on."""
-    return why_no_captures(patches, state.config.disable_passes)
+def why_not_captured(gm: fx.GraphModule, state: CompileState, patches: Mapping[str, Any]) -> str:
+    """Return why CUDA graphs are off in a graph that our passes work on, "" where they are not."""
+    return why_no_captures(patches, state.config.disable_passes) or why_no_captures_of(gm)
 
 
-def settings_switched_off(state: CompileState, patches: Mapping[str, Any]) -> tuple[str, ...]:
+def settings_switched_off(
+    gm: fx.GraphModule, state: CompileState, patches: Mapping[str, Any]
+) -> tuple[str, ...]:
     """Return the settings of Inductor that were asked for and are off in this compilation."""
     if state.config.codegen != "inductor":
         return ()
-    return switched_off(patches, _settings(state, patches))
+    return switched_off(patches, _settings(gm, state, patches))
 
 
 def compile_with_fx(

@@ -14,7 +14,7 @@ Inductor divides a graph into parts that are captured and parts that are not. By
 So the pass names the sizes, by `step_sizes` at the end of the graph: Inductor's setting
 `cudagraph_unsafe_unbacked_ops` keeps kernels with these out. A kernel may read rows of such a
 number and make a result of another size, and mention no number: `of_step` has it mention one.
-Kernels read inputs that may move by another name, of `moving_inputs` at the head of the graph. Each
+Kernels read inputs that may move by another name, of `moving_input` at the head of the graph. Each
 replay copies them into the graph's memory. The program's own tensor keeps its name: it is what the
 forward graph saves for the backward, not the copy, so that FSDP2 can free it.
 """
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -38,7 +37,7 @@ from moe_compile.graph.edit import Emitter, read_instead
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import ends_transfer, overload_name, starts_transfer, tensor_of
 from moe_compile.journal.entries import PassReport
-from moe_compile.ops.captures import MOVING_INPUTS, OF_STEP, STEP_SIZES
+from moe_compile.ops.captures import MOVING_INPUT, OF_STEP, STEP_SIZES
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
@@ -145,12 +144,11 @@ def _rename(moving: Sequence[fx.Node]) -> None:
     while head.next.op == "placeholder":
         head = head.next
     emit = Emitter(head.next)
-    given = emit.call(MOVING_INPUTS, list(moving))
-    given.meta["val"] = [node.meta["val"] for node in moving]
-    for number, node in enumerate(moving):
-        here = emit.call(operator.getitem, given, number)
+    for node in moving:
+        readers = [user for user in node.users if user.op != "output"]
+        here = emit.call(MOVING_INPUT, node)
         here.meta["val"] = node.meta["val"]
-        for reader in [user for user in node.users if user is not given and user.op != "output"]:
+        for reader in readers:
             read_instead(reader, node, here)
 
 
@@ -181,11 +179,31 @@ def write_step_sizes() -> bool:
         virtualized = importlib.import_module("torch._inductor.virtualized")
         lower_sizes = _lowering_of_sizes(ir.FallbackKernel, ir.NoneLayout)
         lower_rows = _lowering_of_rows(ir.Pointwise, virtualized.ops)
+        lower_input = _lowering_of_inputs(ir.FallbackKernel, ir.TensorBox)
     except (ImportError, AttributeError):
         return False
     lowering.register_lowering(STEP_SIZES, type_promotion_kind=None)(lower_sizes)
     lowering.register_lowering(OF_STEP, type_promotion_kind=None)(lower_rows)
+    lowering.register_lowering(MOVING_INPUT, type_promotion_kind=None)(lower_input)
     return True
+
+
+def _lowering_of_inputs(kernel: Any, boxed: Any) -> Callable[..., Any]:
+    class MovingInput(kernel):
+        """Another name of an input: its schema says so, hence nothing takes its memory over."""
+
+        def __init__(self, given: Any) -> None:
+            layout = given.get_layout()
+            super().__init__(layout, MOVING_INPUT, (given,), (), lambda tensors, _: (tensors, {}))
+
+        def codegen(self, wrapper: Any) -> None:
+            (given,) = (tensor.codegen_reference() for tensor in self.inputs)
+            wrapper.writeline(f"{self.get_name()} = {given}")
+
+    def lower(given: Any) -> Any:
+        return boxed.create(MovingInput(kernel.unwrap_storage_for_input(given)))
+
+    return lower
 
 
 def _lowering_of_sizes(kernel: Any, no_layout: Any) -> Callable[..., None]:

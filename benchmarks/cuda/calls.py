@@ -86,6 +86,8 @@ class Wrapper:
     """Distinct Triton kernels."""
     allocated_again: tuple[str, ...] = ()
     """Buffers that more than one statement allocates, of one run."""
+    lists_given: tuple[str, ...] = ()
+    """Lists of tensors that captured parts are given, which torch cannot record."""
 
 
 def names_in(expression: str) -> set[str]:

@@ -18,6 +18,7 @@ from benchmarks.cuda.calls import Call, Kind, Wrapper
 def faults(wrapper: Wrapper) -> Iterator[str]:
     """Return what the code does to a buffer in flight, one line each."""
     yield from (f"{name} is allocated more than once" for name in wrapper.allocated_again)
+    yield from (f"a captured part is given {name}, a list" for name in wrapper.lists_given)
     in_flight: dict[str, Call] = {}
     """Storage received into -> its launch."""
     for call in wrapper.calls:

@@ -74,6 +74,7 @@ class _Reader:
         self._given_to: dict[str, dict[str, Tensor]] = {}
         """List of arguments of a part -> what it holds."""
         self._allocated: list[str] = []
+        self._lists_given: list[str] = []
         self._tensors: dict[str, Tensor] = {}
         self._tuples: set[str] = set()
         self._lists: dict[str, list[str]] = {}
@@ -98,6 +99,7 @@ class _Reader:
             equations=self._equations,
             num_range_checks=self._checks,
             num_triton_sources=len(self._pointers),
+            lists_given=tuple(self._lists_given),
             allocated_again=tuple(n for n, times in Counter(self._allocated).items() if times > 1),
         )
 
@@ -167,6 +169,9 @@ class _Reader:
         self._given_to[CALLER] = outer  # names that outlive the part
         self._tensors.update(held)
         body, result = list(_flat(self._parts[number].body)), ast.Return()
+        elements = [s.value for s in body if isinstance(s, ast.Assign)]
+        taken = {_subscripted(v) for v in elements if isinstance(v, ast.Subscript)}
+        self._lists_given += sorted(taken & held.keys())
         for statement in body:
             if isinstance(statement, ast.Return):
                 result = statement

@@ -41,7 +41,15 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.fx as fx
 
-from moe_compile.graph.query import COPY_WAIT, NAMESPACES, OFFLOAD, RELOAD, WAIT_NAMES, tensor_of
+from moe_compile.graph.query import (
+    COPY_WAIT,
+    NAMESPACES,
+    OFFLOAD,
+    RELOAD,
+    WAIT_NAMES,
+    overload_name,
+    tensor_of,
+)
 from passes.bound_captures import BoundCaptures, write_step_sizes
 
 ASKED: Final = "triton.cudagraphs"
@@ -57,9 +65,11 @@ OURS: Final[Mapping[str, object]] = {
 out: torch 2.13 takes the index of a kernel's loop for a size that changes. And where kernels of two
 parts write their shares of a concatenation in place, torch 2.13 allocates it in each part, so that
 only the last part's share is in the result: a kernel of its own writes all of it."""
-UNCAPTURED: Final = (*WAIT_NAMES, OFFLOAD, RELOAD, COPY_WAIT, "megamoe::moving_inputs")
+UNCAPTURED: Final = (*WAIT_NAMES, OFFLOAD, RELOAD, COPY_WAIT, "megamoe::moving_input")
 """Operators outside of captured parts, beside all of the namespaces of collectives."""
 COLLECTIVES: Final = frozenset({*NAMESPACES, "symm_mem"})
+SEVERAL: Final = ("_coalesced", "::batch_p2p_ops")
+"""How the names end of operators that return a list of tensors in flight."""
 WHOLE: Final[Mapping[str, tuple[object, str]]] = {
     "cpp_wrapper": (False, "its C++ wrapper is not divided into parts"),
     "cudagraph_policy": (None, "the policy captures a graph as a whole, its host reads too"),
@@ -90,6 +100,18 @@ def why_no_captures(patches: Mapping[str, Any], without: tuple[str, ...] = ()) -
         if key in known and (value := _set(patches, key)) != needed:
             return f"Inductor's {key} is {value!r}: {why}"
     return ""
+
+
+def why_no_captures_of(gm: fx.GraphModule) -> str:
+    """Return why no part of a Dynamo graph can be captured, "" where parts can.
+
+    Inductor takes the tensors out of a collective's list in the part behind it, and torch cannot
+    record a part that is given a list.
+    """
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    names = (overload_name(node) for graph in graphs for node in graph.nodes)
+    several = next((name for name in names if name.endswith(SEVERAL)), "")
+    return f"{several} returns several tensors, and no part can be given a list" if several else ""
 
 
 def capture_settings(patches: Mapping[str, Any]) -> dict[str, object]:

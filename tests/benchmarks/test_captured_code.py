@@ -95,6 +95,12 @@ def test_a_buffer_that_two_parts_allocate_is_told():
     assert list(faults(captured(inside=inside))) == ["buf5 is allocated more than once"]
 
 
+def test_a_part_that_is_given_a_list_is_told():
+    assert list(faults(captured(inside="    buf6 = buf5[1]"))) == [
+        "a captured part is given buf5, a list"
+    ]
+
+
 def test_replays_copy_what_no_part_has_made():
     moved = copied_by_parts(captured(), {}, {"primals_2"})
     assert (moved.weights, moved.activations) == (64, 2 * 64)  # primals_1, and what was received

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from torch import fx
 from torch._inductor.cudagraph_utils import CUDAGraphPolicy
 from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +22,7 @@ from moe_compile.torch_quirks.cuda_graphs import (
     Inputs,
     capture_settings,
     why_no_captures,
+    why_no_captures_of,
 )
 from moe_compile.torch_quirks.inductor_settings import REORDERINGS
 from tests.capture import dynamo_graphs
@@ -81,6 +83,19 @@ def test_they_are_off_where_a_setting_takes_the_graph_whole(fake_ranks):
 def test_it_is_said_what_stands_in_the_way(patches, said):
     assert said in why_no_captures(patches)
     assert "bound_captures" in why_no_captures(MODE, ("bound_captures",))
+
+
+def test_a_collective_of_several_tensors_stands_in_the_way():
+    """A part behind it would be given a list."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch.ops._c10d_functional.all_reduce, (x, "sum", "0"))
+    inner = fx.GraphModule({}, graph)
+    assert why_no_captures_of(inner) == ""
+    graph.call_function(torch.ops._c10d_functional.all_reduce_coalesced, ([x], "sum", "0"))
+    outer = fx.GraphModule({}, fx.Graph())
+    outer.body = inner
+    assert "all_reduce_coalesced returns several tensors" in why_no_captures_of(outer)
 
 
 def test_a_torch_without_the_settings_says_which(monkeypatch):
@@ -144,4 +159,4 @@ def test_on_a_cpu_the_marks_leave_no_trace_and_the_bits_are_the_same(one_rank):
 
     plain, captured = run(), run(**{ASKED: True, "force_pointwise_cat": True})
     assert torch.equal(plain[0], captured[0]) and torch.equal(plain[1], captured[1])
-    assert not any("step_sizes" in line or "moving_inputs" in line for line in captured[2])
+    assert not any("step_sizes" in line or "moving_input" in line for line in captured[2])
