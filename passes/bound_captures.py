@@ -15,8 +15,8 @@ So the pass names the sizes, by `step_sizes` at the end of the graph: Inductor's
 `cudagraph_unsafe_unbacked_ops` keeps kernels with these out. A kernel may read rows of such a
 number and make a result of another size, and mention no number: `of_step` has it mention one.
 Kernels read inputs that may move by another name, of `moving_input` at the head of the graph. Each
-replay copies them into the graph's memory. The program's own tensor keeps its name: it is what the
-forward graph saves for the backward, not the copy, so that FSDP2 can free it.
+replay copies them into the graph's memory. The program's own tensor keeps its name: it, or a view
+of it, is what the forward graph saves for the backward, not the copy, so that FSDP2 can free it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 
-from moe_compile.graph.edit import Emitter, read_instead
+from moe_compile.graph.edit import Emitter, erase_unused, read_instead
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import ends_transfer, overload_name, starts_transfer, tensor_of
 from moe_compile.journal.entries import PassReport
@@ -139,17 +139,23 @@ def _symbols(node: fx.Node) -> set[sympy.Symbol]:
 
 
 def _rename(moving: Sequence[fx.Node]) -> None:
-    """Have all but the output of the graph read `moving` from the operator at its head."""
+    """Have all but the output of the graph read `moving`, and views of them, by another name."""
     head = moving[-1]
     while head.next.op == "placeholder":
         head = head.next
-    emit = Emitter(head.next)
+    emit, names = Emitter(head.next), dict[fx.Node, fx.Node]()
     for node in moving:
-        readers = [user for user in node.users if user.op != "output"]
-        here = emit.call(MOVING_INPUT, node)
+        names[node] = emit.call(MOVING_INPUT, node)
+    for node in list(head.graph.nodes):
+        if is_view(node) and node.args[0] in names and node.target is not MOVING_INPUT:
+            names[node] = Emitter(node).copy(node, names)
+    known = {*names, *names.values()}
+    for node, here in names.items():
         here.meta["val"] = node.meta["val"]
-        for reader in readers:
-            read_instead(reader, node, here)
+        for reader in list(node.users):
+            if reader.op != "output" and reader not in known:
+                read_instead(reader, node, here)
+    erase_unused(node for node in names if node.op != "placeholder")
 
 
 def _sizes(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
