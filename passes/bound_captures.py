@@ -33,6 +33,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 
+from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.edit import Emitter, erase_unused, read_instead
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import ends_transfer, overload_name, starts_transfer, tensor_of
@@ -67,9 +68,14 @@ class BoundCaptures(GraphPass):
 
 
 def _moving(graph: fx.Graph, state: CompileState) -> list[fx.Node]:
-    """Return inputs that torch takes for ones at a fixed address, and that may move."""
+    """Return inputs that torch takes for ones at a fixed address, and that may move.
+
+    What the graph writes into is left: no read of another name would be held before the write.
+    """
     inputs = [n for n in graph.find_nodes(op="placeholder") if tensor_of(n) is not None]
-    candidates = [n for n in inputs if n.name.startswith("primals_") and _is_on_device(n)]
+    written = {written for node in graph.nodes for written in written_arguments(node)}
+    taken = [n for n in inputs if n.name.startswith("primals_") and _is_on_device(n)]
+    candidates = [node for node in taken if node not in written]
     if state.is_backward:
         return [n for n in candidates if n.name not in state.steady_names]
     if len(inputs) != state.num_inputs:  # no knowing which is which
@@ -185,7 +191,7 @@ def write_step_sizes() -> bool:
         virtualized = importlib.import_module("torch._inductor.virtualized")
         lower_sizes = _lowering_of_sizes(ir.FallbackKernel, ir.NoneLayout)
         lower_rows = _lowering_of_rows(ir.Pointwise, virtualized.ops)
-        lower_input = _lowering_of_inputs(ir.FallbackKernel, ir.TensorBox)
+        lower_input = _lowering_of_inputs(ir.FallbackKernel, ir.TensorBox, virtualized)
     except (ImportError, AttributeError):
         return False
     lowering.register_lowering(STEP_SIZES, type_promotion_kind=None)(lower_sizes)
@@ -194,13 +200,18 @@ def write_step_sizes() -> bool:
     return True
 
 
-def _lowering_of_inputs(kernel: Any, boxed: Any) -> Callable[..., Any]:
+def _lowering_of_inputs(kernel: Any, boxed: Any, virtualized: Any) -> Callable[..., Any]:
     class MovingInput(kernel):
-        """Another name of an input: its schema says so, hence nothing takes its memory over."""
+        """Another name of an input, which nothing takes the memory of.
+
+        As an alias it would be the input for Inductor: parts would be given both.
+        """
 
         def __init__(self, given: Any) -> None:
             layout = given.get_layout()
             super().__init__(layout, MOVING_INPUT, (given,), (), lambda tensors, _: (tensors, {}))
+            self.alias_names.clear()
+            virtualized.V.graph.never_reuse_buffers.add(self.get_name())
 
         def codegen(self, wrapper: Any) -> None:
             (given,) = (tensor.codegen_reference() for tensor in self.inputs)

@@ -91,6 +91,19 @@ def test_where_inputs_cannot_be_told_apart_all_may_move():
     assert len(read_by_another_name(gm)) == 3
 
 
+def test_what_the_graph_writes_into_keeps_its_name():
+    def written(x):
+        return torch.ops.aten.copy_.default(x, x * 2)
+
+    gm = traced(written, torch.ones(4))
+    (x,) = gm.graph.find_nodes(op="placeholder")
+    x.name = x.target = "primals_1"
+    now = state()
+    now.is_captured = now.is_backward = True
+    BoundCaptures().run(gm.graph, now)
+    assert read_by_another_name(gm) == []
+
+
 def test_without_cuda_graphs_nothing_changes():
     gm, report, _ = graph_of(is_captured=False, **GATHERED)
     assert not report.changed
