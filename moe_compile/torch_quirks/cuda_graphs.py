@@ -21,7 +21,8 @@ Why a collective in flight may read what a captured part made
     Memory: parts share one pool, and a part that is recorded takes memory of no tensor that lives
     then. The wrapper names what is sent and received until the wait, and torch's collective holds
     both until then: they live whenever a part between launch and wait is recorded. Before a
-    replay torch compares which tensors live with those of the recording.
+    replay torch compares which tensors live with those of the recording. No part is given what is
+    being received, nor writes or frees what is sent (`benchmarks/cuda/in_flight.py`).
     Steps: a later step replays the first part again, into the same memory. All waits of the
     step before stand before it on the same stream; a launch has one in its graph
     (`passes/verify_schedule.py`).
