@@ -40,6 +40,7 @@ from moe_compile.codegen import (
     compile_with_inductor,
     plan_of,
     settings_switched_off,
+    why_not_captured,
 )
 from moe_compile.config import OFF, MegaMoEConfig, what_to_lower
 from moe_compile.errors import InvalidConfig, RegionRefused
@@ -63,6 +64,7 @@ from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.page import PAGE
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import DOES_NOT_COMPILE
+from moe_compile.torch_quirks.cuda_graphs import ASKED
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 from moe_compile.torch_quirks.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.torch_quirks.size_constants import refuse_wrong_constants
@@ -103,10 +105,10 @@ def megamoe(
     written = AsWritten.of(gm, example_inputs) if order else None
     weights = _shapes_of_weights(gm)
     state, compilation = rewrite(gm, config, keeps_texts=config.report.endswith(PAGE))
-    compilation.settings_off = settings_switched_off(state, patches)
+    compilation.settings_off = settings_switched_off(gm, state, patches)
     REPORT.add(compilation, config.report, state.hardware.name)
     state.on_pass_failed = functools.partial(REPORT.add_dropped, compilation)
-    _log(compilation)
+    _log(compilation, why_not_captured(gm, state, patches))
     whole = CompileState(config=_as_written(config), hardware=state.hardware)
     again = functools.partial(_compile, state=whole, patches=patches)
     now = written.compile_now if written is not None and plan_of(state) else None
@@ -269,13 +271,14 @@ def _check_groups(state: CompileState) -> None:
             ) from None
 
 
-def _log(compilation: Compilation) -> None:
+def _log(compilation: Compilation, why_not_captured: str) -> None:
     if off := compilation.settings_off:
+        why = ["benchmarks wait for the device while collectives are in flight"] * (off != (ASKED,))
+        why += [f"no part can be captured in a CUDA graph: {why_not_captured}"] * (ASKED in off)
         _warn_once(
             f"megamoe: Inductor's settings {', '.join(off)} are off in graphs with regions, for "
-            f"example at {compilation.site}: benchmarks would wait for the device while "
-            "collectives are in flight, and CUDA graphs would move collectives. To do: leave the "
-            "settings out, or pass them to torch.compile only for code without collectives"
+            f"example at {compilation.site}: {', and '.join(why)}. To do: leave the settings out, "
+            "or pass them to torch.compile only for code without collectives"
         )
     for warning in compilation.warnings():
         _warn_once(warning)

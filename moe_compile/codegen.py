@@ -42,6 +42,12 @@ from moe_compile.recompute.partition import partitioned
 from moe_compile.second_backward import keep_saved_tensors, keeps_host_reads
 from moe_compile.source_hash import hash_of_sources
 from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
+from moe_compile.torch_quirks.cuda_graphs import (
+    Inputs,
+    asks_for_captures,
+    why_no_captures,
+    why_no_captures_of,
+)
 from moe_compile.torch_quirks.inductor_settings import settings_of_ours, switched_off
 from passes.bisected import is_bisecting
 from passes.pipeline import (
@@ -120,6 +126,10 @@ def _sources() -> str:
 def _identity(state: CompileState) -> str:
     """Return the identity of our passes, and of those left out, in cache keys."""
     given = f"{state.config.digest_text()} {state.hardware} {state.site} {state.plan_digest}"
+    if state.is_captured:
+        given += (
+            f" {state.num_inputs} {sorted(state.steady_inputs)} {sorted(state.gathered_inputs)}"
+        )
     return " ".join([_sources(), given, *sorted(state.dropped)])
 
 
@@ -179,7 +189,11 @@ def compile_with_inductor(
     If the graph keeps host reads, its backward still keeps the saved tensors.
     """
     levels = _levels(state)
-    ours = _settings(state)
+    ours = _settings(gm, state, patches)
+    state.is_captured = _captures(gm, state, patches)
+    inputs = Inputs.of(gm)
+    state.num_inputs = inputs.number
+    state.steady_inputs, state.gathered_inputs = inputs.steady, inputs.gathered
     passes = dict[str, LevelPass]()
     for hook, all_levels in HOOKS.items():
         if here := tuple(level for level in all_levels if level in levels):
@@ -285,17 +299,34 @@ def _let_into_cache(gm: fx.GraphModule, patches: Mapping[str, Any]) -> dict[str,
     return cacheable_functions(patches)
 
 
-def _settings(state: CompileState) -> dict[str, object]:
+def _settings(
+    gm: fx.GraphModule, state: CompileState, patches: Mapping[str, Any]
+) -> dict[str, object]:
     """Return Inductor's settings for a graph that our passes work on; {} for any other."""
+    if not state.has_work:
+        return {}
     is_scheduled = POST_GRAD in _levels(state) and state.config.schedule
-    return settings_of_ours(is_scheduled=is_scheduled) if state.has_work else {}
+    captured = patches if _captures(gm, state, patches) else None
+    return settings_of_ours(is_scheduled=is_scheduled, captured=captured)
 
 
-def settings_switched_off(state: CompileState, patches: Mapping[str, Any]) -> tuple[str, ...]:
+def _captures(gm: fx.GraphModule, state: CompileState, patches: Mapping[str, Any]) -> bool:
+    is_asked = state.has_work and asks_for_captures(patches)
+    return is_asked and not why_not_captured(gm, state, patches)
+
+
+def why_not_captured(gm: fx.GraphModule, state: CompileState, patches: Mapping[str, Any]) -> str:
+    """Return why CUDA graphs are off in a graph that our passes work on, "" where they are not."""
+    return why_no_captures(patches, state.config.disable_passes) or why_no_captures_of(gm)
+
+
+def settings_switched_off(
+    gm: fx.GraphModule, state: CompileState, patches: Mapping[str, Any]
+) -> tuple[str, ...]:
     """Return the settings of Inductor that were asked for and are off in this compilation."""
     if state.config.codegen != "inductor":
         return ()
-    return switched_off(patches, _settings(state))
+    return switched_off(patches, _settings(gm, state, patches))
 
 
 def compile_with_fx(

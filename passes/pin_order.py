@@ -34,7 +34,9 @@ class PinOrder(GraphPass):
 
     name: ClassVar[str] = "pin_order"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
-    after: ClassVar[frozenset[str]] = frozenset({"copy_fills", "realize_slices", "size_attention"})
+    after: ClassVar[frozenset[str]] = frozenset(
+        {"copy_fills", "realize_slices", "size_attention", "bound_captures"}
+    )
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Add the dependences, where torch has the means and the schedule is ours."""

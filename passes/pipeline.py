@@ -34,6 +34,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.apply_scores import ApplyScores
 from passes.bisected import is_left_out
+from passes.bound_captures import BoundCaptures
 from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass
 from passes.copy_fills import CopyFills
@@ -136,7 +137,8 @@ RECORD: Final = Level((RecordOrder(), MeasureWaits()), frozenset({Fact.FUNCTIONA
 """Passes on the same graphs next, in whatever order their nodes are."""
 
 PIN: Final = Level(
-    (CopyFills(), RealizeSlices(), SizeAttention(), PinOrder()), frozenset({Fact.FUNCTIONAL})
+    (CopyFills(), RealizeSlices(), SizeAttention(), BoundCaptures(), PinOrder()),
+    frozenset({Fact.FUNCTIONAL}),
 )
 """Passes on the same graphs last, where Inductor generates their code."""
 

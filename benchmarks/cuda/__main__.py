@@ -31,6 +31,7 @@ TIMEOUT_S: Final = 3600
 COLUMNS: Final = {
     "triton": "Triton",
     "extern": "extern",
+    "outside": "uncaptured",
     "one_element": "of one element",
     "to_host": "to host",
     "integers": "integers",
@@ -117,7 +118,9 @@ def _rows(name: str, by_chunks: Mapping[str, Any]) -> Iterator[list[str]]:
     for chunks, figures in sorted(by_chunks.items()):
         for phase in ("forward", "backward"):
             if phase in figures:
-                known = {"integers": figures[phase]["items"], **figures[phase]}  # of before, all
+                of = figures[phase]
+                before = {"integers": of["items"], "outside": of["triton"] + of["extern"]}
+                known = {**before, **of}  # of before, all
                 cells = [_cell(key, known[key]) for key in COLUMNS]
                 yield [name, chunks, phase, *cells, f"{figures['cpu_s']:.0f}"]
 

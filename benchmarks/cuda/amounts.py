@@ -81,6 +81,41 @@ def bytes_of(wrapper: Wrapper, sizes: Sizes, weights: Container[str]) -> Bytes:
     return found
 
 
+def copied_by_parts(
+    wrapper: Wrapper, sizes: Sizes, weights: Container[str], kept: Iterable[str] = ()
+) -> Bytes:
+    """Return what replays of captured parts copy: all that they are given but what parts made.
+
+    Of the inputs parts of the forward made `kept`. Weights are among what is copied, though those
+    of one address are not.
+    """
+    found, made = Bytes(), set(kept)
+    for call in wrapper.calls:
+        if call.kind is Kind.PART:
+            for tensor in (t for t in call.reads if t.storage not in made):
+                if tensor.buffer in weights:
+                    found.weights += _nbytes(tensor, sizes)
+                else:
+                    found.activations += _nbytes(tensor, sizes)
+            made |= {t.storage for t in call.reads}
+        elif call.part is not None:
+            made |= {t.storage for t in call.writes}
+    return found
+
+
+def kept_by_parts(forward: Wrapper, backward: Wrapper) -> set[str]:
+    """Return the inputs of the backward that captured parts of the forward made."""
+    made = {t.buffer for call in forward.calls if call.part is not None for t in call.writes}
+    return {name for name, buffer in kept_for_backward(forward, backward) if buffer in made}
+
+
+def kept_for_backward(forward: Wrapper, backward: Wrapper) -> list[tuple[str, str]]:
+    """Return inputs of the backward, each with the buffer of the forward, in one order."""
+    given = [i for i in backward.inputs if i in backward.tensors and not i.startswith("tangents")]
+    kept = [buffer for buffer in forward.results if buffer][-len(given) :]
+    return list(zip(given, kept, strict=True))
+
+
 def elements_of(call: Call, sizes: Sizes) -> float:
     """Return the elements a Triton kernel is run for; without limit where it is not said."""
     return math.prod(evaluated(n, sizes) for n in call.numels) if call.numels else math.inf
@@ -128,9 +163,7 @@ def weights_of_backward(
     gradient reads, if it is of known size and not larger.
     """
     weights = weights_of_forward(forward, parameters)
-    given = [i for i in backward.inputs if i in backward.tensors and not i.startswith("tangents")]
-    kept = [buffer for buffer in forward.results if buffer][-len(given) :]
-    found = {name for name, buffer in zip(given, kept, strict=True) if buffer in weights}
+    found = {name for name, buffer in kept_for_backward(forward, backward) if buffer in weights}
     found |= {b for number, b in enumerate(backward.results) if b and number in parameters}
     for call in reversed(backward.calls):
         written = [t for t in call.writes if t.buffer in found]

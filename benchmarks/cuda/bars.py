@@ -8,6 +8,9 @@ from typing import Any, Final
 MORE_LAUNCHES: Final = {2: 15, 4: 45}
 """Chunks -> launches of Triton kernels and operators more than in one chunk."""
 MORE_BYTES: Final = {"weight_bytes": 1.10, "activation_bytes": 1.02}
+MOST_OUTSIDE: Final = 0.40
+"""Share of launches, in one chunk, that may stand outside of CUDA graphs where these are asked
+for."""
 PHASES: Final = ("forward", "backward")
 
 
@@ -26,6 +29,8 @@ def missed(name: str, by_chunks: Mapping[str, Any], parts: int = 1) -> Iterator[
             if phase in figures:
                 reads = parts * (phase == "forward")
                 yield from _missed_alone(f"{where}, {phase}", reads, figures[phase])
+                most = MOST_OUTSIDE if chunks == "1" else 1.0
+                yield from _missed_by_parts(f"{where}, {phase}", most, figures[phase])
                 if phase in whole and int(chunks) in MORE_LAUNCHES:
                     most = parts * MORE_LAUNCHES[int(chunks)]
                     less = whole[phase]
@@ -43,6 +48,17 @@ def _missed_alone(where: str, reads: int, figures: Mapping[str, Any]) -> Iterato
         yield f"{where}: not the scheduler's order but {figures['order']}"
     for fault in figures["faults"]:
         yield f"{where}: {fault}"
+
+
+def _missed_by_parts(where: str, most: float, figures: Mapping[str, Any]) -> Iterator[str]:
+    """Return what captured parts miss; figures of before there were any have none."""
+    if not figures.get("parts"):
+        return
+    launches = figures["triton"] + figures["extern"]
+    if figures["outside"] > most * launches:
+        yield f"{where}: {figures['outside']} of {launches} launches outside of CUDA graphs"
+    if figures["part_sizes"]:
+        yield f"{where}: captured parts are given {figures['part_sizes']} sizes of the step"
 
 
 def _missed_beside(

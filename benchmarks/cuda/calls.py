@@ -24,6 +24,7 @@ class Kind(enum.Enum):
     TO_HOST = "blocking copy to the host"
     ITEM = "integer of a tensor, by itself"
     INTEGERS = "integers of a tensor, by one call"
+    PART = "part that a CUDA graph captures; its own calls follow"
     FREE = "name given up"
     RETURN = "result"
 
@@ -62,6 +63,8 @@ class Call:
     """Rows received and sent, of an all-to-all."""
     group: str = ""
     """Name of the process group of an all-to-all."""
+    part: int | None = None
+    """Number of the captured part that it is in, None outside of these."""
     line: int = 0
 
 
@@ -81,6 +84,10 @@ class Wrapper:
     """Symbol -> how often it is compared with a constant."""
     num_triton_sources: int
     """Distinct Triton kernels."""
+    allocated_again: tuple[str, ...] = ()
+    """Buffers that more than one statement allocates, of one run."""
+    lists_given: tuple[str, ...] = ()
+    """Lists of tensors that captured parts are given, which torch cannot record."""
 
 
 def names_in(expression: str) -> set[str]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch._inductor
+
 CHUNKS: Final = (1, 2, 4)
 MODELS: Final[Mapping[str, tuple[str, str]]] = {
     "deepseek-16b": ("deepseek_v3", "16B"),
@@ -36,6 +38,8 @@ class Program:
     """Of the first of two hops, with sums on nodes of `RANKS_OF_A_NODE`; 0 for one hop."""
     wire: str = "same"
     """Of dispatch and combine."""
+    is_captured: bool = False
+    """Whether CUDA graphs are asked for."""
 
     @property
     def name(self) -> str:
@@ -46,6 +50,7 @@ class Program:
             f"parts{self.parts}": self.parts > 1,
             f"hops{self.hop_slices}": self.is_in_hops,
             self.wire: self.wire != "same",
+            "graphs": self.is_captured,
         }
         return "-".join([self.block, f"ep{self.ep}", *(word for word, has in how.items() if has)])
 
@@ -65,6 +70,11 @@ class Program:
         if self.wire != "same":
             options |= {"dispatch_wire": self.wire, "combine_wire": self.wire}
         return {**options, "equal_tokens": True, "strict": True} if options else options
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of Inductor it is compiled with."""
+        return torch._inductor.list_mode_options("reduce-overhead") if self.is_captured else {}
 
     @property
     def experts(self) -> int:
@@ -97,10 +107,12 @@ PROGRAMS: Final = (
     Program(block="llama4", ep=16, is_checkpointed=True),
     Program(block="deepseek-671b", ep=64, is_checkpointed=True, parts=2),
     Program(block="layer", ep=64, hop_slices=1),
+    Program(block="deepseek-671b", ep=64, is_captured=True),
     Program(
         block="deepseek-671b", ep=64, is_checkpointed=True, tp=2, parts=2, hop_slices=4, wire="fp8"
     ),
 )
 """Of every two of block, EP, checkpointing and TP all pairs of values, but where there is none: a
 layer by itself has no TP, and Llama 4 has 16 experts, so EP 16 stands for 64. Behind these one in
-parts, one in two hops, and one in both with messages in eight bits."""
+parts, one in two hops, one whose parts between host reads are captured in CUDA graphs, and one in
+parts and two hops with messages in eight bits."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,9 @@ from typing import Any, Final
 from benchmarks.cuda.amounts import (
     balanced_sizes,
     bytes_of,
+    copied_by_parts,
     elements_of,
+    kept_by_parts,
     places_of_weights,
     weights_of_backward,
     weights_of_forward,
@@ -36,6 +38,16 @@ class Findings:
     """Launches of Triton kernels."""
     extern: int
     """Calls of operators of torch, and of ours."""
+    outside: int
+    """Of both, those that no CUDA graph captures."""
+    parts: int
+    """Parts that CUDA graphs capture: each is one launch more, and one for what it is given."""
+    part_sizes: int
+    """Sizes read by the host that parts are given: each part is captured again for each value."""
+    copied_bytes: float
+    """Activations that parts are given and no part before them made: a replay copies these."""
+    copied_weight_bytes: float
+    """Weights that parts are given: a replay copies these where FSDP2 gathers them."""
     one_element: int
     """Triton kernels that are run for one element."""
     to_host: int
@@ -81,7 +93,8 @@ def findings_in(folder: Path) -> dict[str, Findings]:
     if (path := folder / "backward.py").exists():
         backward = read_wrapper(path.read_text())
         weights = weights_of_backward(forward, backward, sizes, parameters)
-        found["backward"] = _findings(backward, sizes, weights, *expected["backward"])
+        kept = kept_by_parts(forward, backward)
+        found["backward"] = _findings(backward, sizes, weights, *expected["backward"], kept)
     return found
 
 
@@ -91,13 +104,22 @@ def _findings(
     weights: set[str],
     scheduled: str,
     estimated_bytes: float,
+    kept: Iterable[str] = (),
 ) -> Findings:
     triton = [c for c in wrapper.calls if c.kind is Kind.TRITON]
     moved = bytes_of(wrapper, sizes, weights)
     order = _order(wrapper)
+    extern = [c for c in wrapper.calls if c.kind is Kind.EXTERN]
+    parts = [c for c in wrapper.calls if c.kind is Kind.PART]
+    copied = copied_by_parts(wrapper, sizes, weights, kept)
     return Findings(
         triton=len(triton),
-        extern=sum(c.kind is Kind.EXTERN for c in wrapper.calls),
+        extern=len(extern),
+        outside=sum(c.part is None for c in (*triton, *extern)),
+        parts=len(parts),
+        part_sizes=sum(len(c.symbols) for c in parts),
+        copied_bytes=copied.activations,
+        copied_weight_bytes=copied.weights,
         one_element=sum(elements_of(c, sizes) == 1 for c in triton),
         to_host=sum(c.kind is Kind.TO_HOST for c in wrapper.calls),
         integers=sum(len(c.integers) for c in wrapper.calls),

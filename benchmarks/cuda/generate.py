@@ -45,7 +45,12 @@ from moe_compile.plan.state import CompileState
 from passes.pin_order import PinOrder
 
 PHASES = ("forward", "backward")
-KNOWN = {p.name: p for p in (*PROGRAMS, *(Program(block=b, ep=8) for b in ("layer", *MODELS)))}
+SMALL = [
+    Program(block=b, ep=8, is_captured=is_captured)
+    for b in ("layer", *MODELS)
+    for is_captured in (False, True)
+]
+KNOWN = {p.name: p for p in (*PROGRAMS, *SMALL)}
 
 
 class Generated(Exception):
@@ -72,6 +77,7 @@ def generate(program: Program, chunks: int, folder: Path, options: dict[str, Any
             "megamoe.hardware": "h100",
             "megamoe.report": str(folder / "report.json"),
             **{f"megamoe.{name}": value for name, value in (program.options | options).items()},
+            **program.settings,
         }
         megamoe(gm, inputs, options=ours)
         raise Generated

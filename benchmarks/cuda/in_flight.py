@@ -2,7 +2,10 @@
 
 Contract
     A buffer that is received into may not be read, written, given up or returned until it was
-    waited for; one that is sent may not be written or given up.
+    waited for; one that is sent may not be written or given up. A captured part reads all that it
+    is given: a replay may copy it, and its name is then the copy's, for which nothing waits.
+    No buffer is allocated twice in one run: by parts that each write a share of it, say, of which
+    the last alone would be left.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from benchmarks.cuda.calls import Call, Kind, Wrapper
 
 def faults(wrapper: Wrapper) -> Iterator[str]:
     """Return what the code does to a buffer in flight, one line each."""
+    yield from (f"{name} is allocated more than once" for name in wrapper.allocated_again)
+    yield from (f"a captured part is given {name}, a list" for name in wrapper.lists_given)
     in_flight: dict[str, Call] = {}
     """Storage received into -> its launch."""
     for call in wrapper.calls:

@@ -3,13 +3,15 @@
 Contract
     Reads the text; nothing is imported or run. Sizes are expressions of the code's own symbols.
     Views, and buffers that take over a storage, share one. Calls that are not known are an error,
-    not left out.
+    not left out. The calls of a part that a CUDA graph captures stand where the part is called, and
+    what it returns of what it was given is the same storage, though a replay may have copied it.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
@@ -41,6 +43,10 @@ ASSERTS_SIZE: Final = ("assert_size_stride", "assert_tensor_metadata")
 NAME: Final = re.compile(r"[\w.]+")
 METHOD: Final = re.compile(r"\.([a-z]\w*)\(")
 EVENT: Final = re.compile(r"event\w*\.(record|synchronize)$")
+PART: Final = re.compile(r"partition_(\d+)")
+PART_ARGUMENTS: Final = re.compile(r"partition\d+_args")
+CALLER: Final = "the names of the caller of a part"
+SIZE: Final = re.compile(r"[su]\d+")
 READ: Final = ("in_ptr", "arg_")
 """How pointers begin that a kernel only reads: fused ones', and those of templates."""
 WRITTEN_BY_FLEX: Final = frozenset({"arg_LSE", "arg_MAX", "arg_DQ", "arg_DV"})
@@ -61,7 +67,14 @@ class _Reader:
     def __init__(self, module: ast.Module) -> None:
         self._pointers = dict(_pointers(module))
         self._itemsizes = dict(_itemsizes(module))
+        self._shapes = dict(_shapes(module))
         self._functions = list(_functions(module))
+        self._parts = _parts(module)
+        self._part: int | None = None
+        self._given_to: dict[str, dict[str, Tensor]] = {}
+        """List of arguments of a part -> what it holds."""
+        self._allocated: list[str] = []
+        self._lists_given: list[str] = []
         self._tensors: dict[str, Tensor] = {}
         self._tuples: set[str] = set()
         self._lists: dict[str, list[str]] = {}
@@ -86,6 +99,8 @@ class _Reader:
             equations=self._equations,
             num_range_checks=self._checks,
             num_triton_sources=len(self._pointers),
+            lists_given=tuple(self._lists_given),
+            allocated_again=tuple(n for n, times in Counter(self._allocated).items() if times > 1),
         )
 
     def _statement(self, statement: ast.stmt) -> None:
@@ -102,20 +117,30 @@ class _Reader:
         elif isinstance(statement, ast.Return):
             self._return(statement)
 
-    def _free(self, statement: ast.Delete, name: str, heir: str) -> None:
+    def _free(self, statement: ast.stmt, name: str, heir: str) -> None:
         """Note a storage that no name refers to any more, or that another buffer has taken over."""
         given_up = self._tensors.pop(name, None)
         if given_up is None:
             return
         if heir in self._tensors and self._tensors[heir].buffer == given_up.buffer:
             self._tensors[heir] = replace(self._tensors[heir], reused_as=heir)
-        if all(t.storage != given_up.storage for t in self._tensors.values()):
+        held = [
+            *self._tensors.values(),
+            *(t for of in self._given_to.values() for t in of.values()),
+        ]
+        if all(t.storage != given_up.storage for t in held):
             self._say(statement, Kind.FREE, given_up.storage, reads=[given_up])
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         name = ast.unparse(target)
-        if isinstance(target, ast.Tuple):
+        if isinstance(value, ast.Call) and ast.unparse(value.func).startswith("self.partitions"):
+            self._run_part(value)
+        elif isinstance(target, ast.Tuple):
             self._take_inputs(target, value)
+        elif isinstance(value, ast.List) and PART_ARGUMENTS.fullmatch(name):
+            held = {ast.unparse(e): self._tensor(e) for e in value.elts if not _is_number(e)}
+            self._given_to[name] = held
+            self._numbers[name] = ast.unparse(value)
         elif isinstance(value, ast.Call):
             self._call(value, name)
         elif isinstance(value, ast.Name) and value.id in self._tensors:
@@ -130,8 +155,42 @@ class _Reader:
         else:
             self._numbers[name] = ast.unparse(value)
 
+    def _run_part(self, call: ast.Call) -> None:
+        """Note a captured part as one call, then each of its own."""
+        assert isinstance(call.func, ast.Subscript)
+        number = int(ast.unparse(call.func.slice))
+        name = ast.unparse(call.args[0])
+        held = {n: self._sized(t) for n, t in self._given_to.pop(name).items()}
+        self._say(call, Kind.PART, self._parts[number].name, reads=list(held.values()))
+        self._calls[-1].symbols += [
+            e for e in self._numbers.pop(name).strip("[]").split(", ") if e and e not in held
+        ]
+        outer, self._part = dict(self._tensors), number
+        self._given_to[CALLER] = outer  # names that outlive the part
+        self._tensors.update(held)
+        body, result = list(_flat(self._parts[number].body)), ast.Return()
+        elements = [s.value for s in body if isinstance(s, ast.Assign)]
+        taken = {_subscripted(v) for v in elements if isinstance(v, ast.Subscript)}
+        self._lists_given += sorted(taken & held.keys())
+        for statement in body:
+            if isinstance(statement, ast.Return):
+                result = statement
+            else:
+                self._statement(statement)
+        returned = {ast.unparse(e) for e in _members(result.value)} if result.value else set()
+        for local in [name for name in self._tensors if name not in {*outer, *returned}]:
+            self._free(result, local, "")
+        del self._given_to[CALLER]
+        made = {name: self._tensors[name] for name in returned if name in self._tensors}
+        self._tensors, self._part = {**outer, **made}, None
+
+    def _sized(self, tensor: Tensor) -> Tensor:
+        """Return an argument of a part with its size: a part is given none that a run changes."""
+        shape = tensor.shape or self._shapes.get(tensor.storage)
+        return replace(tensor, shape=shape) if tensor.buffer == tensor.storage else tensor
+
     def _take_inputs(self, target: ast.Tuple, value: ast.expr) -> None:
-        if ast.unparse(value) == "args":
+        if ast.unparse(value) == "args" and self._part is None:
             self._inputs = tuple(map(ast.unparse, target.elts))
             known = [name for name in self._inputs if name in self._itemsizes]
             self._tensors.update((n, Tensor(n, None, self._itemsizes[n])) for n in known)
@@ -159,6 +218,7 @@ class _Reader:
             shape, _, dtype = call.args
             itemsize = ITEMSIZE[ast.unparse(dtype).removeprefix("torch.")]
             self._tensors[target] = Tensor(target, _elements(shape), itemsize)
+            self._allocated.append(target)
             return True
         return False
 
@@ -188,7 +248,7 @@ class _Reader:
             self._operator(call, short, target)
 
     def _kernel(self, call: ast.Call, name: str) -> None:
-        made = Call(kind=Kind.TRITON, name=name, line=call.lineno)
+        made = Call(kind=Kind.TRITON, name=name, part=self._part, line=call.lineno)
         pointers = self._pointers.get(name, ())
         for place, argument in enumerate(call.args):
             pointer = pointers[place] if place < len(pointers) else ""
@@ -258,6 +318,7 @@ class _Reader:
                 writes=writes or [],
                 splits=splits,
                 group=group,
+                part=self._part,
                 line=line,
             )
         )
@@ -335,8 +396,19 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield statement
 
 
+def _is_number(value: ast.expr) -> bool:
+    """Return whether an argument of a captured part is a size."""
+    return isinstance(value, ast.Name) and SIZE.fullmatch(value.id) is not None
+
+
+def _parts(module: ast.Module) -> dict[int, ast.FunctionDef]:
+    """Return the captured parts, by number."""
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    return {int(found[1]): f for f in functions if (found := PART.fullmatch(f.name))}
+
+
 def _functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Return what runs: the wrapper's `call`, or the parts it is divided into."""
+    """Return what runs: the wrapper's `call`."""
     for node in ast.walk(module):
         if isinstance(node, ast.ClassDef) and node.name == "Runner":
             yield from (f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "call")
@@ -368,6 +440,15 @@ def _itemsizes(module: ast.Module) -> Iterator[tuple[str, int]]:
         if dtypes and made in ("rand_strided", "torch.empty_strided"):
             shared[name] = ITEMSIZE[dtypes[0].removeprefix("torch.")]
             yield name, shared[name]
+
+
+def _shapes(module: ast.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Return the size of each tensor among the inputs, as an example has it."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            made, name = ast.unparse(node.value.func), ast.unparse(node.targets[0])
+            if made in ("rand_strided", "torch.as_strided"):
+                yield name, _elements(node.value.args[made == "torch.as_strided"])
 
 
 def _members(value: ast.expr) -> list[ast.expr]:

@@ -103,6 +103,16 @@ class CompileState:
     launches are not scheduled."""
     is_backward: bool = False
     """Whether the AOTAutograd graph at hand is the backward one."""
+    is_captured: bool = False
+    """Whether Inductor captures parts of the graphs in CUDA graphs."""
+    num_inputs: int = 0
+    """Tensors that the Dynamo graph is given."""
+    steady_inputs: frozenset[int] = frozenset()
+    """Weights among them, by number, that are at one address in every step."""
+    gathered_inputs: frozenset[int] = frozenset()
+    """Weights among them, by number, that FSDP gathers to another address in each step."""
+    steady_names: Collection[str] = ()
+    """Names of `steady_inputs` in AOTAutograd's graphs; filled on the forward graph."""
     nominal_sizes: dict[str, int] = field(default_factory=dict)
     """Symbol -> nominal value; filled on the forward graph, read on the backward graph."""
 

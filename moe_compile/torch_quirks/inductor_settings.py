@@ -12,9 +12,7 @@ Why benchmarks are off
     wait for another collective that this rank has not launched yet. Ranks then wait for ever
     (torchrec issue 4149: the benchmark of padded products, behind an all-to-all). Graphs
     are compiled while collectives are in flight whenever a backward graph is, or a new shape comes.
-Why CUDA graphs are off
-    The nodes between two host reads would be recorded apart, and Inductor reorders a graph to have
-    few such parts: launches and waits would leave their places.
+CUDA graphs, where they are asked for, are `cuda_graphs`'s.
 """
 
 from __future__ import annotations
@@ -23,6 +21,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch._inductor.config as inductor_config
+
+from moe_compile.torch_quirks.cuda_graphs import ASKED, capture_settings
 
 REORDERINGS: Final[Mapping[str, object]] = {
     "reorder_for_peak_memory": False,
@@ -48,21 +48,23 @@ BENCHMARKS: Final[Mapping[str, object]] = {
 }
 """Settings that run kernels to compare them, while compiling or at their first launch."""
 
-CUDA_GRAPHS: Final[Mapping[str, object]] = {"triton.cudagraphs": False}
-
 ON_BY_DEFAULT: Final = frozenset(
     {*REORDERINGS, "shape_padding", "combo_kernels_autotune", "triton.autotune_pointwise"}
 )
 """Settings of these that are on, in some torch, though nobody asked for them."""
 
 
-def settings_of_ours(*, is_scheduled: bool) -> dict[str, object]:
+def settings_of_ours(
+    *, is_scheduled: bool, captured: Mapping[str, Any] | None = None
+) -> dict[str, object]:
     """Return the `config_patches` of `compile_fx` for a graph that our passes work on.
 
-    With `is_scheduled` Inductor keeps the order that the graph is in.
+    With `is_scheduled` Inductor keeps the order that the graph is in. Where it is to capture parts
+    of the graph in CUDA graphs, `captured` are the user's settings.
     """
     known = inductor_config.get_config_copy()
-    wanted = {**BENCHMARKS, **CUDA_GRAPHS, **(REORDERINGS if is_scheduled else {})}
+    captures = {ASKED: False} if captured is None else capture_settings(captured)
+    wanted = {**BENCHMARKS, **captures, **(REORDERINGS if is_scheduled else {})}
     return {key: value for key, value in wanted.items() if key in known}
 
 
@@ -70,4 +72,4 @@ def switched_off(patches: Mapping[str, Any], ours: Mapping[str, object]) -> tupl
     """Return the settings that are on, in `patches` or for all, and that `ours` switch off."""
     known = inductor_config.get_config_copy()
     asked = {**{key: known.get(key) for key in ours if key not in ON_BY_DEFAULT}, **patches}
-    return tuple(key for key, value in ours.items() if asked.get(key) and asked[key] != value)
+    return tuple(key for key, value in ours.items() if asked.get(key) and not value)

@@ -271,6 +271,10 @@ def test_bars_are_against_the_same_program_in_one_chunk():
     ):  # fmt: skip
         assert len(list(missed("layer", {**fine, "2": figures(**changes)}))) == 1
     assert "not generated" in next(missed("layer", {"2": {"error": ["ValueError: x"]}}))
+    in_graphs = {"parts": 2, "part_sizes": 0, "outside": 6}
+    assert not list(missed("layer", {"1": figures(**in_graphs)}))
+    for changes in ({"outside": 7}, {"part_sizes": 1}):
+        assert len(list(missed("layer", {"1": figures(**in_graphs | changes)}))) == 1
     in_parts = {"1": figures(to_host=2), "2": figures(to_host=2, triton=40)}
     assert not list(missed("block", in_parts, parts=2))
     for changes in ({"triton": 41, "to_host": 2}, {"to_host": 3}):

@@ -48,6 +48,7 @@ def test_what_is_switched_on_for_all_compilations_is_told():
     with inductor_config.patch({"max_autotune": True}):
         assert switched_off({}, settings_of_ours(is_scheduled=True)) == ("max_autotune",)
     assert switched_off({"shape_padding": True}, {"shape_padding": False}) == ("shape_padding",)
+    assert switched_off({"graph_partition": True}, {"graph_partition": ["ours"]}) == ()
 
 
 def compiled_with(module, x, **arguments):
@@ -61,16 +62,17 @@ def compiled_with(module, x, **arguments):
     return inductor.call_args.kwargs["config_patches"], [c.args[0] for c in warn.call_args_list]
 
 
-def test_benchmarks_and_cuda_graphs_are_off_where_there_is_a_region(fake_ranks):
+def test_benchmarks_are_off_where_there_is_a_region(fake_ranks):
     layer = GroupedExperts(16, 16, 4, 1, fake_ranks)
     x = torch.randn(8, 16, dtype=torch.bfloat16, requires_grad=True)
-    settings, warnings = compiled_with(layer, x, mode="max-autotune")
+    settings, warnings = compiled_with(layer, x, mode="max-autotune-no-cudagraphs")
     off = [name for name in settings_of_ours(is_scheduled=True) if settings[name]]
     assert off == []
     (warning,) = warnings
-    assert "coordinate_descent_tuning, triton.cudagraphs are off" in warning
+    assert "max_autotune, coordinate_descent_tuning are off" in warning
+    assert "CUDA graph" not in warning
     assert "test_inductor_settings.py" in warning or "layers.py" in warning
-    assert {"max_autotune", "triton.cudagraphs"} <= set(REPORT.as_dict()["inductor_settings_off"])
+    assert "max_autotune" in REPORT.as_dict()["inductor_settings_off"]
 
 
 def test_a_graph_without_a_region_is_compiled_as_asked(fake_ranks):
