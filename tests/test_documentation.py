@@ -57,7 +57,7 @@ JOB = {
 CHANGE_NO_VALUE = {
     "routing_skew", "blocks_per_graph", "node_ranks", "equal_tokens", "transport", "strict",
     "max_memory_increase", "step_peak_bytes", "hardware", "disable_passes", "report",
-    "measure_waits", "offload_budget",
+    "measure_waits", "offload_budget", "host_reads", "row_room",
 }  # fmt: skip
 """Options that the table of docs/numerics.md has no row of."""
 
