@@ -115,12 +115,18 @@ def compile_program(
     example_inputs: Sequence[Any],
     config: MegaMoEConfig,
     patches: Mapping[str, Any],
+    *,
+    stands_in: bool = False,
 ) -> tuple[Callable[..., Any], bool]:
-    """Return the compiled program, and whether it returns a note of rows without room as well."""
+    """Return the compiled program, and whether it returns a note of rows without room as well.
+
+    `stands_in` as in `rewrite`.
+    """
     order = user_order(gm)
     written = AsWritten.of(gm, example_inputs) if order else None
     weights = _shapes_of_weights(gm)
-    state, compilation = rewrite(gm, config, keeps_texts=config.report.endswith(PAGE))
+    is_page = config.report.endswith(PAGE)
+    state, compilation = rewrite(gm, config, keeps_texts=is_page, stands_in=stands_in)
     compilation.settings_off = settings_switched_off(state, patches)
     REPORT.add(compilation, config.report, state.hardware.name)
     state.on_pass_failed = functools.partial(REPORT.add_dropped, compilation)
@@ -195,11 +201,16 @@ def _shapes_of_weights(gm: fx.GraphModule) -> list[tuple[str, list[int]]]:
 
 
 def rewrite(
-    gm: fx.GraphModule, config: MegaMoEConfig, *, keeps_texts: bool = False
+    gm: fx.GraphModule,
+    config: MegaMoEConfig,
+    *,
+    keeps_texts: bool = False,
+    stands_in: bool = False,
 ) -> tuple[CompileState, Compilation]:
     """Run the Dynamo-level passes on `gm` in place; return the state and the compilation.
 
-    Where it `keeps_texts`, the journal has the texts of graphs, for a page.
+    Where it `keeps_texts`, the journal has the texts of graphs, for a page. `stands_in`: the
+    program runs where one without host reads must not.
     """
     hardware = load_profile(config.hardware)
     parts = decide_parts(gm, config, rewrite) if config.batch_parts == "auto" else None
@@ -210,6 +221,8 @@ def rewrite(
     compilation = describe(gm, state)
     levels: list[dict[str, Any]] = []
     state.notes_overflow = _run_dynamo_level(gm, state, compilation, levels)
+    if stands_in:
+        compilation.stand_in()
     state.site = compilation.site
     collectives = {group: order.collectives for group, order in user_order(gm).items()}
     state.is_compared = bool(collectives)

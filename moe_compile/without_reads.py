@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -31,17 +32,20 @@ def with_and_without_reads(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     config: MegaMoEConfig,
-    compile_program: Callable[
-        [fx.GraphModule, Sequence[Any], MegaMoEConfig], tuple[Compiled, bool]
-    ],
+    compile_program: Callable[..., tuple[Compiled, bool]],
 ) -> Compiled:
-    """Return a callable that runs the program that the switch names."""
+    """Return a callable that runs the program that the switch names.
+
+    `compile_program` takes a graph, inputs, options, and whether the program stands in for one
+    without reads; it returns what runs, and whether that returns a note of rows without room last.
+    """
     written = AsWritten.of(gm, example_inputs)
     without, notes_overflow = compile_program(gm, example_inputs, config)
     if not notes_overflow:
         return without
-    needed = dataclasses.replace(config, host_reads="needed", report="")
-    reading = written.compile_now(lambda copy, inputs: compile_program(copy, inputs, needed)[0])
+    needed = dataclasses.replace(config, host_reads="needed")
+    with_reads = functools.partial(compile_program, config=needed, stands_in=True)
+    reading = written.compile_now(lambda copy, inputs: with_reads(copy, inputs)[0])
 
     def run(*arguments: Any) -> Any:
         if not RERUN.without_reads:

@@ -17,6 +17,7 @@ filled either, and go where the places came from.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -190,24 +191,30 @@ class _Labels:
         """Label what an operator makes; raise Left where it may read a row behind."""
         func = functional(step.func)
         name = "" if func is None else str(func._schema.name).removeprefix("aten::")
-        rows = [t for t in step.inputs if id(t) in self._memory]
-        if name in (*FILLED, *UNFILLED):
-            label = CONSTANT if name in FILLED else SPARE
-            self.set(step.out, torch.full((self._length(step.out),), label, device="cpu"))
-        elif name in GATHERS and len(rows) == 1:
-            self.set(step.out, self.of(rows[0])[self._index(step, GATHERS[name])])
-        elif name in WRITES:
-            self._write(step, WRITES[name])
-        elif name == "cat" and step.argument("dim", 0) == 0:
-            self.set(step.out, torch.cat([self.of(t) for t in step.argument("tensors")]))
-        elif name == "slice":
-            self._cut(step)
-        elif name == "_grouped_mm":
-            self._multiply(step)
-        elif name in VIEWS or step.is_pointwise:
-            self._change(step, rows, name)
-        else:
+        rule = RULES.get(name, _Labels._change if step.is_pointwise else None)
+        if rule is None:
             raise Left(Reason.UNKNOWN_OPERATOR, f"{name} of rows, with rows behind")
+        rule(self, step, name)
+
+    def _rows(self, step: Operator) -> list[torch.Tensor]:
+        return [t for t in step.inputs if id(t) in self._memory]
+
+    def _fill(self, step: Operator, name: str) -> None:
+        """Label new memory."""
+        label = CONSTANT if name in FILLED else SPARE
+        self.set(step.out, torch.full((self._length(step.out),), label, device="cpu"))
+
+    def _gather(self, step: Operator, name: str) -> None:
+        """Label rows taken by an index."""
+        (rows,) = self._rows(step)
+        self.set(step.out, self.of(rows)[self._index(step, GATHERS[name])])
+
+    def _join(self, step: Operator, name: str) -> None:
+        """Label rows one behind the other, or side by side."""
+        if step.argument("dim", 0) != 0:
+            self._columns(step, name)
+            return
+        self.set(step.out, torch.cat([self.of(t) for t in step.argument("tensors")]))
 
     def _index(self, step: Operator, argument: str) -> torch.Tensor:
         """Return the index of places along the first dimension, none of them from the end."""
@@ -218,11 +225,11 @@ class _Labels:
             raise Left(Reason.UNKNOWN_OPERATOR, f"{step.name} by something else than one index")
         return self.run.tensor(first).long()
 
-    def _write(self, step: Operator, argument: str) -> None:
+    def _write(self, step: Operator, name: str) -> None:
         """Label places by the values that an index puts there: each place with a row just once."""
-        base, index = step.inputs[0], self._index(step, argument)
-        name = "source" if argument == "index" else "values"
-        values, memory = self.of(step.argument(name)), self._memory[id(base)]
+        base, index = step.inputs[0], self._index(step, WRITES[name])
+        given = step.argument("source" if name == "index_copy" else "values")
+        values, memory = self.of(given), self._memory[id(base)]
         if step.argument("accumulate", False) or memory.is_cut or len(values) != len(index):
             raise Left(Reason.UNKNOWN_OPERATOR, f"{step.name} of rows, with rows behind")
         labels = memory.labels.clone()
@@ -240,20 +247,34 @@ class _Labels:
         else:
             self.set(step.out, labels)
 
-    def _cut(self, step: Operator) -> None:
+    def _cut(self, step: Operator, _: str) -> None:
         """Label a slice."""
-        (rows, *_), dim = step.inputs, step.argument("dim", 0)
+        rows, dim = step.inputs[0], step.argument("dim", 0)
         memory = self._memory[id(rows)]
         if dim % rows.dim():
+            memory.is_cut = True
             self._memory[id(step.out)] = memory
             return
-        bounds = [step.argument(name) for name in ("start", "end", "step")]
+        bounds = [step.argument(bound) for bound in ("start", "end", "step")]
         cut = slice(*(self.run.real(bound) for bound in bounds))
         memory.is_cut = True
         self.set(step.out, memory.labels[cut])
         self._memory[id(step.out)].is_cut = True
 
-    def _multiply(self, step: Operator) -> None:
+    def _columns(self, step: Operator, _: str) -> None:
+        """Label rows whose columns are parted, or stand side by side."""
+        rows = self._rows(step)
+        dims = {step.argument("dim", 0) % t.dim() for t in rows}
+        labels = self.of(rows[0])
+        if 0 in dims or not all(torch.equal(self.of(t), labels) for t in rows):
+            raise Left(Reason.ROWS_MIXED, f"{step.name} of rows in different orders")
+        for made in step.outputs:
+            self.set(made, labels)
+            self._memory[id(made)].is_cut = True
+        for tensor in rows:
+            self._memory[id(tensor)].is_cut = True
+
+    def _multiply(self, step: Operator, _: str) -> None:
         """Label a product of groups, and note what it reads."""
         rows, ends = step.argument("self"), step.argument("offs")
         if (
@@ -271,8 +292,9 @@ class _Labels:
         made[last:] = SPARE
         self.set(step.out, made)
 
-    def _change(self, step: Operator, rows: list[torch.Tensor], name: str) -> None:
+    def _change(self, step: Operator, name: str) -> None:
         """Label rows that are changed one by one, or seen in another form."""
+        rows = self._rows(step)
         others = [t for t in step.inputs if id(t) not in self._memory and t.dim()]
         labels = [self.of(t) for t in rows]
         length = len(labels[0])
@@ -288,3 +310,18 @@ class _Labels:
         shares = storages_of(step.out) == storages_of(rows[0])
         memory = self._memory[id(rows[0])] if shares else _Memory(labels[0])
         self._memory[id(step.out)] = memory
+
+
+Rule = Callable[[_Labels, Operator, str], None]
+RULES: Final[dict[str, Rule]] = {
+    **dict.fromkeys((*FILLED, *UNFILLED), _Labels._fill),
+    **dict.fromkeys(GATHERS, _Labels._gather),
+    **dict.fromkeys(WRITES, _Labels._write),
+    **dict.fromkeys(VIEWS, _Labels._change),
+    "cat": _Labels._join,
+    "split": _Labels._columns,
+    "split_with_sizes": _Labels._columns,
+    "slice": _Labels._cut,
+    "_grouped_mm": _Labels._multiply,
+}
+"""What each operator on rows makes of their labels, beside those that change them one by one."""

@@ -25,6 +25,7 @@ CHUNKED: Final = "chunked"
 ALL_GATHERED: Final = "all-gathered"
 IN_TWO_HOPS: Final = "dispatched in two hops"
 NO_READS: Final = "without host reads"
+STANDS_IN: Final = "the program for steps whose rows have no room, and for validation"
 LEFT_WHOLE: Final = "left whole"
 """Verdicts on regions that are proven; on others the verdict is the reason."""
 
