@@ -50,8 +50,11 @@ def run(pool, ranks, folder, *changes):
 
 
 def check(results, left, expected, *, again):
-    """Raise unless losses, weights and moments are as expected, and so many steps ran again."""
+    """Raise unless losses, rows counted, weights and moments are as expected, and so many steps ran
+    again."""
     assert [rank.steps for rank in results] == [rank.steps for rank in expected[0]]
+    assert [rank.rows for rank in results] == [rank.rows for rank in expected[0]]
+    assert [rank.bias for rank in results] == [rank.bias for rank in expected[0]]
     assert [rank["hashes"] for rank in left] == [rank["hashes"] for rank in expected[1]]
     assert [rank["steps"] for rank in left] == [STEPS] * len(left)
     counted = {rank["again"] for rank in left}
