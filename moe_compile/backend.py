@@ -48,6 +48,7 @@ from moe_compile.failed_compilation import compiled_or_as_written
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
 from moe_compile.graph.inner_graphs import names_of_functions, names_of_recomputed
 from moe_compile.graph.outer_gradients import note_outer_gradients
+from moe_compile.graph.overflow_output import add_overflow, overflows_of
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
@@ -59,17 +60,19 @@ from moe_compile.parts_by_price import decide_parts
 from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_digest
 from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted_us
-from moe_compile.read_options import read_options
+from moe_compile.read_options import InvalidOptions, read_options
 from moe_compile.report.compilations import Compilation, describe
 from moe_compile.report.page import PAGE
 from moe_compile.report.process_report import REPORT
 from moe_compile.report.region_reports import DOES_NOT_COMPILE
+from moe_compile.runtime.rerun import RERUN
 from moe_compile.torch_quirks.cuda_graphs import ASKED
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 from moe_compile.torch_quirks.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.torch_quirks.size_constants import refuse_wrong_constants
 from moe_compile.torch_quirks.unbacked_shapes import eager_where_a_value_is_needed
 from moe_compile.torch_quirks.untraceable_guards import install_eager_fallback
+from moe_compile.without_reads import NOT_SERVED, with_and_without_reads, without_overflow
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import all_names, dynamo_level, run_level
 
@@ -101,10 +104,31 @@ def megamoe(
     install_eager_fallback()
     config, patches = read_options(mode, options)
     refuse_wrong_constants(gm.graph)
+    if config.host_reads == "needed":
+        return compile_program(gm, example_inputs, config, patches)[0]
+    if not RERUN.is_served:
+        raise InvalidOptions(NOT_SERVED)
+    both = functools.partial(compile_program, patches=patches)
+    return with_and_without_reads(gm, example_inputs, config, both)
+
+
+def compile_program(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: MegaMoEConfig,
+    patches: Mapping[str, Any],
+    *,
+    stands_in: bool = False,
+) -> tuple[Callable[..., Any], bool]:
+    """Return the compiled program, and whether it returns a note of rows without room as well.
+
+    `stands_in` as in `rewrite`.
+    """
     order = user_order(gm)
     written = AsWritten.of(gm, example_inputs) if order else None
     weights = _shapes_of_weights(gm)
-    state, compilation = rewrite(gm, config, keeps_texts=config.report.endswith(PAGE))
+    is_page = config.report.endswith(PAGE)
+    state, compilation = rewrite(gm, config, keeps_texts=is_page, stands_in=stands_in)
     compilation.settings_off = settings_switched_off(gm, state, patches)
     REPORT.add(compilation, config.report, state.hardware.name)
     state.on_pass_failed = functools.partial(REPORT.add_dropped, compilation)
@@ -122,7 +146,8 @@ def megamoe(
         REPORT.add_as_written(compilation, DOES_NOT_COMPILE)
     compiled = WATCH.counted(compiled)
     if written is None:
-        return compiled
+        return compiled, False
+    notes_overflow = state.notes_overflow and not is_whole
     written.learn_guards()
     if plan := plan_of(state):
         forbid_eager_beyond_limit(compilation.site)
@@ -131,7 +156,8 @@ def megamoe(
         if is_whole:
             return compiled
         REPORT.add_as_written(compilation)
-        return written.compile(again)
+        program = written.compile(again)
+        return without_overflow(program) if notes_overflow else program
 
     site = f"{compilation.site} {config.digest_text()} {weights}"
     programs = programs_of(
@@ -142,12 +168,13 @@ def megamoe(
         is_promised=config.equal_tokens,
         left=with_change(str(left), left.reason) if (left := state.journal.first_left()) else "",
     )
-    return agreed_callable(
+    agreed = agreed_callable(
         compiled,
         programs,
         compile_whole if plan else None,
         what_to_lower(config) if compilation.has_regions else "",
     )
+    return agreed, notes_overflow
 
 
 def _capture_host_reads() -> None:
@@ -176,11 +203,16 @@ def _shapes_of_weights(gm: fx.GraphModule) -> list[tuple[str, list[int]]]:
 
 
 def rewrite(
-    gm: fx.GraphModule, config: MegaMoEConfig, *, keeps_texts: bool = False
+    gm: fx.GraphModule,
+    config: MegaMoEConfig,
+    *,
+    keeps_texts: bool = False,
+    stands_in: bool = False,
 ) -> tuple[CompileState, Compilation]:
     """Run the Dynamo-level passes on `gm` in place; return the state and the compilation.
 
-    Where it `keeps_texts`, the journal has the texts of graphs, for a page.
+    Where it `keeps_texts`, the journal has the texts of graphs, for a page. `stands_in`: the
+    program runs where one without host reads must not.
     """
     hardware = load_profile(config.hardware)
     parts = decide_parts(gm, config, rewrite) if config.batch_parts == "auto" else None
@@ -190,7 +222,9 @@ def rewrite(
     state.predict = lambda graph, new: predicted_us(graph, state, is_rewritten=new)
     compilation = describe(gm, state)
     levels: list[dict[str, Any]] = []
-    _run_dynamo_level(gm, state, compilation, levels)
+    state.notes_overflow = _run_dynamo_level(gm, state, compilation, levels)
+    if stands_in:
+        compilation.stand_in()
     state.site = compilation.site
     collectives = {group: order.collectives for group, order in user_order(gm).items()}
     state.is_compared = bool(collectives)
@@ -216,10 +250,11 @@ def _run_dynamo_level(
     name: str = "dynamo",
     *,
     is_recomputed: bool = False,
-) -> None:
+) -> bool:
     """Run on `gm`, then on its bodies of higher-order operators, as those of checkpointing.
 
     Bodies of autograd functions are left out: the program defines their derivatives itself.
+    Returns whether `gm` returns a note of rows without room as well.
     """
     state.begin_graph(name, is_recomputed=is_recomputed)
     before, bodies = Snapshot(gm.graph), dict(gm.named_children())
@@ -233,15 +268,19 @@ def _run_dynamo_level(
     dropped = [r.pass_name for r in results if isinstance(r, Dropped)]
     levels.append(level_value(gm.graph, state, dropped=dropped))
     compilation.add_level(state)
-    gm.recompile()
+    overflows = state.overflows
     note_outer_gradients(gm.graph)
     recomputed, functions = names_of_recomputed(gm.graph), names_of_functions(gm.graph)
     for child, body in gm.named_children():
         if isinstance(body, fx.GraphModule) and child not in functions:
             again = is_recomputed or child in recomputed
-            _run_dynamo_level(
+            has_note = _run_dynamo_level(
                 body, state, compilation, levels, f"{name}/{child}", is_recomputed=again
             )
+            overflows = [*overflows, *(overflows_of(gm.graph, child) if has_note else ())]
+    notes = add_overflow(gm.graph, overflows)
+    gm.recompile()
+    return notes
 
 
 def _put_back(gm: fx.GraphModule, before: Snapshot, bodies: Mapping[str, torch.nn.Module]) -> None:

@@ -31,6 +31,7 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "attention_chunks": (1,),
     "transport": ("functional",),
     "nodes": ("off", "auto"),
+    "host_reads": ("needed",),
     "apply_scores": ("model",),
 }
 """Values of options that ask for no rewrite, the one that leaves the model as it is first."""
@@ -134,6 +135,17 @@ class MegaMoEConfig:
     node_ranks: int = 0
     """In torchtitan jobs: how many ranks share a node, for the option `nodes`. 0: all ranks of a
     machine."""
+    host_reads: Literal["needed", "none"] = "needed"
+    """In torchtitan jobs: whether the host reads how many rows travel
+    (docs/no_reads.md). "needed": one read in each region. "none": none; rows travel in buffers with
+    room for `row_room` times an even share. Where a step's rows have no room on some rank, all
+    ranks run that step again with reads, before any weight moves, so that no bit changes. It needs
+    `equal_tokens` and experts that find their rows on the device, as torchtitan's grouped GEMMs do;
+    a region that is none of these has its read, and the report says why. Regions run in one chunk,
+    by plain all-to-alls."""
+    row_room: float = 1.5
+    """For `host_reads` = "none": the room for the rows from one rank to one rank, as a factor of
+    an even share of a rank's rows. Every exchange sends that many, padding included."""
     apply_scores: Literal["model", "before_down"] = "model"
     """Where rows are multiplied by the router's scores
     (docs/wire.md#scores-before-the-down-projection). "model": where the model does it.
@@ -196,8 +208,8 @@ class MegaMoEConfig:
     one by one in megamoe's order, for tests."""
     strict: bool = False
     """Raise an error where an option asks for a rewrite (`chunks`, `batch_parts`, `dispatch`,
-    `nodes`, `dispatch_wire`, `combine_wire`, `attention_chunks`, `apply_scores`) and the rewrite
-    applies but is not proven to be safe, and where a pass fails."""
+    `nodes`, `host_reads`, `dispatch_wire`, `combine_wire`, `attention_chunks`, `apply_scores`) and
+    the rewrite applies but is not proven to be safe, and where a pass fails."""
     disable_passes: tuple[str, ...] = ()
     """Names of passes to leave out (docs/architecture.md lists them)."""
     report: str = ""
@@ -215,7 +227,8 @@ class MegaMoEConfig:
         check_chunk_by(self.chunk_by, self.hop_slices, self.chunk_edges)
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        for name in ("max_memory_increase", "routing_skew", "offload_budget"):
+        check_host_reads(self)
+        for name in ("max_memory_increase", "routing_skew", "offload_budget", "row_room"):
             check_amount(name, getattr(self, name))
         check_budget(self.activation_budget, self.recompute)
         if self.offload_budget > 1 and self.offload_budget % 1:
@@ -363,6 +376,7 @@ AMOUNTS: Final = {
     "max_memory_increase": "a fraction of at least 0, 0.05 for example",
     "offload_budget": "a share from 0 to 1, such as 0.5, or a whole number of bytes, such as "
     "2000000000",
+    "row_room": "a number above 0, 1.5 for example",
     "routing_skew": "0 if experts are chosen evenly, or a larger number, 0.5 for example",
 }
 """What to write of each amount."""
@@ -403,6 +417,30 @@ def check_apply_scores(apply_scores: str, dispatch: str, nodes: str) -> None:
                 f'megamoe.apply_scores is "before_down", but {name} = {value!r} sends a token once '
                 f"for several rows, without the scores of these rows; leave out {name}, or "
                 "apply_scores"
+            )
+
+
+ONE_PIECE: Final[Mapping[str, tuple[object, ...]]] = {
+    "chunks": (1, "auto"),
+    "dispatch": ("all_to_all", "auto"),
+    "nodes": ("off", "auto"),
+    "dispatch_wire": ("same", "auto"),
+    "combine_wire": ("same", "auto"),
+    "transport": ("functional",),
+    "apply_scores": ("model",),
+}
+"""Values of other options with which the host can do without reads."""
+
+
+def check_host_reads(config: MegaMoEConfig) -> None:
+    """Raise InvalidConfig where other options ask for rows that travel in another way, or none."""
+    if config.row_room == 0:
+        raise InvalidConfig(f"megamoe.row_room is 0; write {AMOUNTS['row_room']}")
+    for name, values in ONE_PIECE.items() if config.host_reads == "none" else ():
+        if (value := getattr(config, name)) not in values:
+            raise InvalidConfig(
+                f'megamoe.host_reads is "none", with {name} = {value!r}; rows then travel in one '
+                f"piece, by a plain all-to-all: leave out {name}, or host_reads"
             )
 
 

@@ -24,6 +24,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 
 from moe_compile.report.process_report import REPORT
+from moe_compile.runtime.rerun import RERUN
 
 LOG: Final = logging.getLogger(__name__)
 SEED: Final = 20240229
@@ -108,6 +109,7 @@ def run_and_forget(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     kept = [(buffer, buffer.detach().clone()) for buffer in part.buffers()]
     out = part(*args, **kwargs)
     out.backward(torch.ones_like(out))
+    RERUN.taken()  # rows without room were those of no batch
     for parameter in part.parameters():
         parameter.grad = None
     with torch.no_grad():

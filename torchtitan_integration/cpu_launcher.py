@@ -2,7 +2,7 @@
 
 Contract
     Every CPU work-around of this project stands here and nowhere else, each with its reason.
-    With a GPU use `torchrun -m torchtitan.train`; nothing here is needed.
+    With a GPU use `torchrun -m torchtitan_integration.train`; nothing here is needed.
 
 Each work-around is in place before the torchtitan module that would fail is imported:
     device      torchtitan takes "no accelerator" for CUDA, and asks the device for its name, its
@@ -188,7 +188,9 @@ def cpu_trainer() -> type[Any]:
     """Return torchtitan's trainer, its model initialised whole; call after `prepare_torch`."""
     from torchtitan.train import Trainer  # noqa: PLC0415  (after the work-arounds)
 
-    class CpuTrainer(Trainer):
+    from torchtitan_integration.run_again import without_reads  # noqa: PLC0415
+
+    class CpuTrainer(without_reads(Trainer)):  # type: ignore[misc]
         """torchtitan's trainer on CPUs; checkpoints loaded later replace the initial values."""
 
         def __init__(self, job: Any) -> None:

@@ -43,7 +43,7 @@ def train_command(
 
     `logs` is the folder for the ranks' output; `shown_rank` prints on this terminal as well.
     """
-    module = "torchtitan_integration.cpu_launcher" if uses_cpu(ranks) else "torchtitan.train"
+    module = "torchtitan_integration." + ("cpu_launcher" if uses_cpu(ranks) else "train")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     shown = ["--local-ranks-filter", str(shown_rank), "--role", "rank"]
     shown += ["--tee", "3", "--log-dir", str(logs)]

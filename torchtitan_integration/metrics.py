@@ -35,6 +35,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.process_report import REPORT, figures
 from moe_compile.runtime.launch_records import executed_records
+from moe_compile.runtime.rerun import RERUN
 from torchtitan_integration.job_config import compile_options, options_of
 from torchtitan_integration.meshes import expert_mesh
 from torchtitan_integration.routing import RoutingCounter, imbalance, rows_to_others
@@ -116,6 +117,8 @@ class MegaMoEMetrics(MetricsProcessor):
     def _metrics(self, step_seconds: float) -> dict[str, float]:
         ours = {f"megamoe/measured_{key}": value for key, value in self._window.poll().items()}
         ours |= _predicted()
+        if RERUN.is_served:
+            ours["megamoe/steps_run_again"] = float(RERUN.num_again)
         if self._waits is not None:
             ours |= self._waits.metrics()
         if self._routing.rows is not None and self.parallel_dims.ep_enabled:

@@ -138,10 +138,12 @@ def apply_experts(
     tp: DeviceMesh | None,
     ep: DeviceMesh | None,
     ep_and_etp: DeviceMesh | None,
+    forgets_splits: bool = False,
 ) -> None:
     """Apply expert parallelism, and tensor parallelism of experts and their surroundings.
 
-    Meshes are those of the axes in use; at least one of `tp` and `ep` is.
+    Meshes are those of the axes in use; at least one of `tp` and `ep` is. `forgets_splits`: the
+    sizes of exchanges are not kept beyond the layer, so that no graph returns them.
     """
     if ep is None:
         mesh, style = tp, styles.over_tp
@@ -155,7 +157,21 @@ def apply_experts(
         if tp is not None:
             sends_part = style is ExpertParallel
             parallelize_module(block, tp, _tensor_plan(block.moe, sends_part=sends_part))
-        parallelize_module(block.moe.experts, mesh, style())
+        made = forgetting(style) if forgets_splits and issubclass(style, ExpertParallel) else style
+        parallelize_module(block.moe.experts, mesh, made())
+
+
+def forgetting(style: type[ExpertParallel]) -> type[ExpertParallel]:
+    """Return `style`, which torchtitan has keep the sizes of a layer's exchanges, without them."""
+
+    class Forgetting(style):
+        def _token_combine(self, mod: Any, routed_output: Any, device_mesh: Any) -> torch.Tensor:
+            combined: torch.Tensor = super()._token_combine(mod, routed_output, device_mesh)
+            self.input_splits = self.output_splits = None
+            self.input_shape = self.permuted_indices = None
+            return combined
+
+    return Forgetting
 
 
 def _tensor_plan(moe: nn.Module, *, sends_part: bool) -> dict[str, ParallelStyle]:
@@ -214,7 +230,9 @@ class ModelParts:
             for block in model.layers.values():
                 run_as_one_graph(block.moe.experts)
 
-    def apply_experts(self, model: nn.Module, dims: ParallelDims) -> None:
+    def apply_experts(
+        self, model: nn.Module, dims: ParallelDims, *, forgets_splits: bool = False
+    ) -> None:
         """Apply expert parallelism, and tensor parallelism of experts."""
         apply_experts(
             model,
@@ -222,6 +240,7 @@ class ModelParts:
             tp=dims.get_optional_mesh("tp"),
             ep=expert_mesh(dims, ["ep"]),
             ep_and_etp=expert_mesh(dims, ["ep", "etp"]),
+            forgets_splits=forgets_splits,
         )
 
     def saved_operators(self) -> set[Any]:

@@ -100,7 +100,8 @@ def apply_model_parallelism(
         if model.tok_embeddings is not None:
             model.tok_embeddings.register_forward_hook(_waited)
     if dims.tp_enabled or dims.ep_enabled:
-        parts.apply_experts(model, dims)
+        forgets = option_of(job, "host_reads") == "none"
+        parts.apply_experts(model, dims, forgets_splits=forgets)
     if dims.cp_enabled:
         apply_ulysses(model.layers.values(), sequence_mesh(dims), job)
     register_nodes(dims, options_of(job))

@@ -159,6 +159,14 @@ def replace_uses(values: Mapping[fx.Node, fx.Node]) -> None:
         node.replace_all_uses_with(value, delete_user_cb=lambda user, own=value: user is not own)
 
 
+def append_output(graph: fx.Graph, node: fx.Node) -> None:
+    """Have a graph that returns a tuple return `node` as well, last."""
+    output = graph.output_node()
+    (values,) = output.args
+    assert isinstance(values, list | tuple)
+    output.args = (type(values)((*values, node)),)
+
+
 def read_instead(reader: fx.Node, node: fx.Node, value: fx.Node) -> None:
     """Have `reader` alone read `value` where it read `node`."""
     reader.replace_input_with(node, value)

@@ -36,6 +36,8 @@ class ExpertsPlan(RegionPlan):
 
     num_ranks: int
     num_local_experts: int
+    room: int = 0
+    """Rows that one rank may send to one rank, where the host reads no integer; else 0."""
     by_tokens: bool = False
     """Whether a chunk has a share of every expert's rows; if not, all rows of some experts."""
     by_load: bool = False

@@ -25,7 +25,7 @@ from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.plan import ExpertsPlan, RegionPlan
 from moe_compile.regions.regions import MoERegion, Region, RowProof
 from moe_compile.regions.rewrites import Effects
-from moe_compile.regions.token_regions import GatheredForm, TwoHopForm
+from moe_compile.regions.token_regions import EvenForm, GatheredForm, TwoHopForm
 
 R = TypeVar("R", bound=Region | Verdict)
 
@@ -136,6 +136,8 @@ class PlannedExperts(Planned[MoERegion]):
     plan: ExpertsPlan
     proof: RowProof | Left
     """Proof for the region as it is planned: replayed, it may be refused for more than it was."""
+    even: EvenForm | None = None
+    """How its rows travel without a read by the host, where they do."""
     gathered: GatheredForm | None = None
     """How its tokens are gathered, where they are."""
     two_hops: TwoHopForm | None = None
@@ -154,14 +156,15 @@ class PlannedExperts(Planned[MoERegion]):
     @property
     def is_rewritten(self) -> bool:
         """Whether the region gets another form, not counting the number format of its exchanges."""
-        return self.plan.gathers or self.plan.is_in_two_hops or self.plan.is_chunked
+        plan = self.plan
+        return bool(plan.room) or plan.gathers or plan.is_in_two_hops or plan.is_chunked
 
     @property
     def num_host_reads(self) -> int:
         """Return how often the host waits for integers of the region, as it is planned."""
         if self.effects is None or not self.is_rewritten:
             return self.found.num_host_reads
-        return 1 + self.effects.num_kept
+        return 0 if self.plan.room else 1 + self.effects.num_kept
 
     @property
     def row_bytes(self) -> Mapping[str, int]:

@@ -54,6 +54,8 @@ class CompileState:
     results: dict[str, fx.Node] = field(default_factory=dict)
     """MoE region of the Dynamo graph at hand -> the rows that come back to it, in the order sent;
     without regions whose new form sums them per token."""
+    overflows: list[fx.Node] = field(default_factory=list)
+    """Numbers of the Dynamo graph at hand that are 1 where rows of a region have no room."""
     rewrites: tuple[RewritePlan, ...] = ()
     """Plans of the rewrites after those of regions, applied to the Dynamo graph at hand."""
     predict: Callable[[fx.GraphModule, bool], float] | None = None
@@ -90,6 +92,8 @@ class CompileState:
     on_pass_failed: Callable[[], None] | None = None
     """Called at each such failure: a backward graph is compiled after the report of its
     compilation is written."""
+    notes_overflow: bool = False
+    """Whether the program returns one number more: 1 where rows of a region have no room."""
     gathered_groups: set[str] = field(default_factory=set)
     """Process groups of regions whose tokens are gathered, of the whole compilation."""
     measures: dict[str, float] = field(default_factory=dict)
@@ -133,6 +137,7 @@ class CompileState:
         self.graph_name, self.is_recomputed = name, is_recomputed
         self.found, self.planned = Findings(), {}
         self.dead, self.launches, self.results, self.rewrites = (), {}, {}, ()
+        self.overflows = []
 
     def rename_nodes(self, now: Mapping[fx.Node, fx.Node]) -> None:
         """Replace the nodes of the Dynamo graph at hand by their new ones."""

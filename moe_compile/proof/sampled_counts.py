@@ -154,8 +154,8 @@ def _check(
     with torch.no_grad():
         rows = SampledRows(run.facts, sample)
         given = {
-            region.received_counts: _counts(region.received_counts, run.facts.received, sample),
-            region.counts: _counts(region.counts, run.facts.sent, sample),
+            region.received_counts: counts_of(region.received_counts, run.facts.received, sample),
+            region.counts: counts_of(region.counts, run.facts.sent, sample),
         }
         for moment, step, one in run.on(sample, given, alone, skips=alone is not None):
             _check_read(run.facts, step, one)
@@ -166,7 +166,8 @@ def _check(
             rows.check_premise(premise)
 
 
-def _counts(node: fx.Node, symbols: tuple[sympy.Symbol, ...], sample: Sample) -> torch.Tensor:
+def counts_of(node: fx.Node, symbols: tuple[sympy.Symbol, ...], sample: Sample) -> torch.Tensor:
+    """Return the real counts of `node` in a sample, in the form of its fake tensor."""
     form = tensor_of(node)
     assert form is not None
     values = [sample[symbol] for symbol in symbols]

@@ -118,6 +118,16 @@ class GatheredForm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvenForm:
+    """The form of a region whose rows travel in equal parts: the host reads nothing of it."""
+
+    region: MoERegion
+    needs: BodyNeeds
+    room: int
+    """Rows that one rank may send to one rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TwoHopForm:
     """The form of a region that is dispatched in two hops."""
 

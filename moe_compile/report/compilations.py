@@ -11,7 +11,7 @@ parameters, are no candidates.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch.fx as fx
@@ -27,7 +27,7 @@ from moe_compile.report.graph_breaks import (
     graph_break,
     warning_of,
 )
-from moe_compile.report.region_reports import AttentionReport, RegionReport
+from moe_compile.report.region_reports import STANDS_IN, AttentionReport, RegionReport
 from passes.apply_scores import ApplyScores
 from passes.fuse_token_sums import FuseTokenSums
 from passes.kinds import KINDS
@@ -73,6 +73,10 @@ class Compilation:
         self.attention += [report for report in said if isinstance(report, AttentionReport)]
         self.left_alone += [with_change(str(o), o.reason) for o in state.found.others]
         self.unmatched += unmatched(state.found.others)
+
+    def stand_in(self) -> None:
+        """Record that the program stands in for one without host reads."""
+        self.regions = [replace(r, remarks=(STANDS_IN, *r.remarks)) for r in self.regions]
 
     def run_as_written(self, why: str) -> None:
         """Record that the program runs as it was written, for the reason `why`."""

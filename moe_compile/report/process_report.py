@@ -36,6 +36,7 @@ from moe_compile.report.region_reports import (
     CHUNKED,
     IN_TWO_HOPS,
     LEFT_WHOLE,
+    NO_READS,
     RegionReport,
 )
 from moe_compile.runtime.launch_records import RECORD_LAUNCHES, executed_records, on_first_execution
@@ -279,10 +280,10 @@ def exchanges_of(compilation: Compilation) -> list[ExchangeOutcome]:
 
 
 def _of_region(region: RegionReport) -> ExchangeOutcome:
-    is_rewritten = region.verdict in (CHUNKED, ALL_GATHERED, IN_TWO_HOPS)
+    is_rewritten = region.verdict in (CHUNKED, ALL_GATHERED, IN_TWO_HOPS, NO_READS)
     why = region.remarks if region.verdict == LEFT_WHOLE else (region.verdict, *region.remarks)
     done = f"runs in {_chunks(region.num_chunks)}"
-    if region.verdict in (ALL_GATHERED, IN_TWO_HOPS):
+    if region.verdict in (ALL_GATHERED, IN_TWO_HOPS, NO_READS):
         done = region.verdict
     what = NAMES[region.sized_by]
     return ExchangeOutcome(

@@ -24,6 +24,8 @@ DOES_NOT_COMPILE: Final = "run as written: the rewritten program does not compil
 CHUNKED: Final = "chunked"
 ALL_GATHERED: Final = "all-gathered"
 IN_TWO_HOPS: Final = "dispatched in two hops"
+NO_READS: Final = "without host reads"
+STANDS_IN: Final = "the program for steps whose rows have no room, and for validation"
 LEFT_WHOLE: Final = "left whole"
 """Verdicts on regions that are proven; on others the verdict is the reason."""
 
@@ -41,7 +43,8 @@ class RegionReport:
     num_host_reads: int
     """Blocking reads by the host per forward pass of the region."""
     verdict: str
-    """`chunked`, `all-gathered` or `dispatched in two hops`, or why none of these."""
+    """`chunked`, `all-gathered`, `dispatched in two hops` or `without host reads`, or why none of
+    these."""
     sized_by: str = "counts"
     """Source of the rows per expert: `counts`, or a `capacity` in equal parts."""
     remedy: str = ""

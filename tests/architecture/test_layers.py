@@ -45,6 +45,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.torch_quirks",
         "moe_compile.backend",
         "moe_compile.choices",
+        "moe_compile.without_reads",
         "moe_compile.explanation",
     ),
     ("moe_compile.simulator",),

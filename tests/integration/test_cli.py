@@ -215,7 +215,7 @@ def test_fewer_gpus_than_ranks_means_the_cpu(monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         command = train_command(Path("job.toml"), 2, [], Path("logs"))
         assert ("torchtitan_integration.cpu_launcher" in command) is on_cpu
-        assert ("torchtitan.train" in command) is not on_cpu
+        assert ("torchtitan_integration.train" in command) is not on_cpu
 
 
 def test_ranks_on_gpus_have_what_they_need_where_the_user_set_nothing_else():

@@ -9,6 +9,7 @@ from typing import Any
 from moe_compile.check.job_sections import leave, run_rank
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 from torchtitan_integration.cpu_launcher import cpu_trainer, prepare_torch
+from torchtitan_integration.run_again import without_reads
 
 
 @with_frame_space
@@ -26,7 +27,7 @@ def _job(words: list[str], asked: argparse.Namespace) -> Any:
 
 
 def _trainer() -> Any:
-    return importlib.import_module("torchtitan.train").Trainer
+    return without_reads(importlib.import_module("torchtitan.train").Trainer)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def _with_losses(trainer_class: type[Any], losses: list[torch.Tensor]) -> type[A
     class Watched(trainer_class):
         def forward_backward_step(self, **given: Any) -> torch.Tensor:
             loss: torch.Tensor = super().forward_backward_step(**given)
-            losses.append(loss.detach().clone())
+            losses.append(loss.detach())  # what a second run of the step writes there is seen
             return loss
 
     return Watched

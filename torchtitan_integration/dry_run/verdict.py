@@ -71,8 +71,9 @@ def skew_line(fullest: StageMemory) -> str:
     if not fullest.more_rows:
         return (
             f"Uneven routing changes no size that is counted on {fullest.place}: it has no block "
-            "with experts, or its experts have a capacity, or tokens are all-gathered (dispatch = "
-            '"all_gather"), and gathered rows are counted as even.'
+            "with experts, or its experts have a capacity, or rows have room of one size "
+            '(host_reads = "none"), or tokens are all-gathered (dispatch = "all_gather"), and '
+            "gathered rows are counted as even."
         )
     if not busiest.is_stated:
         return (

@@ -39,7 +39,7 @@ command=(
     --local-ranks-filter 0
     --role rank
     --tee 3
-    -m torchtitan.train
+    -m torchtitan_integration.train
     --job.config_file "$config"
     "$@"
 )

@@ -14,7 +14,7 @@ from moe_compile.plan.node_rounding import NodeRounding, node_rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Effects
-from moe_compile.regions.token_regions import GatheredForm, TwoHopForm
+from moe_compile.regions.token_regions import EvenForm, GatheredForm, TwoHopForm
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +27,9 @@ class Draft:
     """Those of `dispatch` and `combine` whose rows must keep their number format -> why."""
     gathered: GatheredForm | None = None
     not_gathered: Left | None = None
+    even: EvenForm | None = None
+    not_even: Left | None = None
+    """Why the host reads integers of it."""
     two_hops: TwoHopForm | None = None
     not_in_two_hops: Left | None = None
     num_chunks: int = 1
@@ -53,7 +56,8 @@ class Draft:
     @property
     def is_rewritten(self) -> bool:
         """Whether the region gets another form."""
-        return self.gathered is not None or self.two_hops is not None or self.num_chunks > 1
+        has_form = any(form is not None for form in (self.even, self.gathered, self.two_hops))
+        return has_form or self.num_chunks > 1
 
     @property
     def nodes(self) -> str:
@@ -77,6 +81,8 @@ class Draft:
         left = Left(Reason.NOT_PROVEN, why.reason.value)
         if self.by_load:
             self.by_load, self.even_edges = False, left
+        if self.even is not None:
+            self.even, self.not_even = None, left
         if self.gathered is not None:
             self.gathered, self.not_gathered = None, left
         if self.two_hops is not None:

@@ -5,7 +5,8 @@ Contract
     Decisions follow from graph, options, profile and sizes of groups: the same on every rank.
 
 Pseudo-code
-    for each proven region: could its tokens be gathered? the planner decides between the ways
+    for each: can the host do without its integers, where that is asked for? no more is decided
+    for each other proven region: could its tokens be gathered? the planner decides between the ways
     for each that is not gathered: shall its rows travel in two hops? else its number of chunks
     all that are to be rewritten together: the nodes that stay around them, or a refusal
     for each: the wires of its two exchanges
@@ -66,6 +67,7 @@ from passes.kinds.by_counts.gathering import (
     gathering,
     may_be_priced,
 )
+from passes.kinds.by_counts.room import even_form, in_equal_parts, still_read
 from passes.kinds.by_counts.two_hops import (
     Forms,
     chosen_form,
@@ -98,8 +100,12 @@ def plan_experts(
         draft.never_packed = never_packed(draft.found, state.config)
     regions = [draft.region for draft in drafts]
     for draft in drafts:
+        form = even_form(draft.found, state.config)
+        draft.even, draft.not_even = (None, form) if isinstance(form, Left) else (form, None)
+    others = [draft for draft in drafts if draft.even is None]
+    for draft in others:
         _decide_dispatch(draft, regions, state, layers.around(draft.region))
-    for draft in drafts:
+    for draft in others:
         if draft.two_hops is not None:
             parts = plan_hop_parts(draft.found, state.config, draft.decision)
             draft.num_chunks, draft.num_slices, draft.not_chunked = parts
@@ -233,12 +239,17 @@ def _examine_together(drafts: Sequence[Draft]) -> Aftermath:
         if isinstance(effects, Left):
             draft.refuse(effects)
             continue
+        if draft.even is not None and (read := still_read(effects)) is not None:
+            draft.refuse(read)
+            continue
         draft.effects = effects
     return after
 
 
 def _rewrite(draft: Draft, drafts: Iterable[Draft]) -> Replacement:
     assert isinstance(draft.proof, RowProof)
+    if draft.even is not None:
+        return in_equal_parts(draft.region, draft.proof)
     if draft.gathered is not None:
         regions = [other.region for other in drafts]
         return gathering(draft.region, draft.proof, regions, draft.gathered.found)
@@ -269,6 +280,7 @@ def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
         found=draft.found,
         plan=_plan(draft, wires),
         proof=draft.proof,
+        even=draft.even,
         gathered=gathered,
         two_hops=draft.two_hops,
         effects=draft.effects if draft.is_rewritten else None,
@@ -290,6 +302,7 @@ def _plan(draft: Draft, wires: Mapping[str, str]) -> ExpertsPlan:
         num_ranks=region.num_ranks,
         num_local_experts=region.num_local_experts,
         num_chunks=draft.num_chunks,
+        room=0 if draft.even is None else draft.even.room,
         by_tokens=draft.by_tokens and draft.num_chunks > 1,
         by_load=draft.by_load,
         dispatch="all_to_all" if gathered is None else "all_gather",
@@ -309,6 +322,7 @@ def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
     why: dict[str, Left | None] = {
         "dispatch": draft.not_gathered,
         "nodes": draft.not_in_two_hops,
+        "host_reads": draft.not_even,
         "chunk_edges": draft.even_edges,
     }
     if isinstance(draft.proof, Left):

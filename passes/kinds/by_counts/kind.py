@@ -1,10 +1,11 @@
-"""MoE regions whose rows are split by counts: in chunks, on gathered tokens, or in two hops.
+"""MoE regions whose rows are split by counts: in chunks, on gathered tokens, in two hops, in equal
+parts.
 
 Contract
     A region that a proof refuses is found all the same: its rows may travel in another format.
     Rewritten, a region has one exchange of counts and one bulk host read whatever the number of
     chunks, beside reads whose integers others need before it; where edges follow from counts, one
-    gather of counts.
+    gather of counts. In equal parts it has no host read.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from moe_compile.report.region_reports import RegionReport
 from passes.kinds.by_counts.experts import plan_experts
 from passes.kinds.by_counts.words import region_report
 from passes.kinds.contract import Emitted, Finds, RegionKind
+from passes.replay.even_rows import emit_even
 from passes.replay.gathered import emit_gathered
 from passes.replay.hops import HopSplit
 from passes.replay.masked_replay import chunk_bounds, emit_chunks
@@ -68,6 +70,8 @@ class ByCounts(RegionKind[PlannedExperts]):
             "dispatch": tuple(form.dispatches),
             "combine": tuple(form.combines),
         }
+        if form.overflow is not None:
+            state.overflows.append(form.overflow)
         if region.result in form.instead:
             state.results[region.name] = form.instead[region.result]
         else:
@@ -75,7 +79,7 @@ class ByCounts(RegionKind[PlannedExperts]):
         return Emitted(
             instead={**effects.sizes, **form.instead},
             moved=((effects.moved, effects.read_at), (region.between, region.result)),
-            num_host_reads=1,
+            num_host_reads=0 if one.plan.room else 1,
         )
 
     def say(self, one: PlannedExperts, config: MegaMoEConfig) -> RegionReport:
@@ -106,12 +110,17 @@ class _Form(NamedTuple):
     dispatches: Sequence[fx.Node]
     combines: Sequence[fx.Node]
     instead: Mapping[fx.Node, fx.Node]
+    overflow: fx.Node | None = None
 
 
 def _form(one: PlannedExperts) -> _Form:
-    """Emit a region on gathered tokens, in two hops, or in chunks."""
+    """Emit a region in equal parts, on gathered tokens, in two hops, or in chunks."""
     region, proof, effects = one.found.region, one.proof, one.effects
     assert effects is not None and isinstance(proof, RowProof)
+    if one.even is not None:
+        even = emit_even(one.even)
+        instead = {region.result: even.result}
+        return _Form((even.dispatch,), (even.combine,), instead, even.overflow)
     if one.gathered is not None:
         gathered = emit_gathered(one.gathered, effects, _rank_in(region.group))
         instead = {**gathered.instead, one.gathered.found.sums.total: gathered.result}

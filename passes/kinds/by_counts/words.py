@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from moe_compile.graph.query import source_place
+from moe_compile.graph.query import known_rows, source_place
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES, changes_for
@@ -31,6 +31,7 @@ from moe_compile.report.region_reports import (
     CHUNKED,
     IN_TWO_HOPS,
     LEFT_WHOLE,
+    NO_READS,
     RegionReport,
     decision_figures,
     decision_remarks,
@@ -52,6 +53,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     remarks += decision_remarks(one.decision)
     remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
     remarks += dispatch_remarks(one, asked)
+    remarks += room_remarks(one)
     remarks += node_remarks(one)
     remarks += [_wire(one, name) for name in ("dispatch", "combine") if plan.wire(name) != "same"]
     wires = [v for v in (left.get("dispatch_wire"), left.get("combine_wire")) if v and v.is_asked]
@@ -92,6 +94,8 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
 
 
 def _verdict(one: PlannedExperts) -> str:
+    if one.plan.room:
+        return NO_READS
     if one.plan.gathers:
         return ALL_GATHERED
     if one.plan.is_in_two_hops:
@@ -134,6 +138,20 @@ def dispatch_remarks(one: PlannedExperts, asked: str) -> list[str]:
     if one.plan.gathers and one.rounding is not None:
         said += _equality(one.rounding)
     return said
+
+
+def room_remarks(one: PlannedExperts) -> list[str]:
+    """Return the remark on the room for rows of one region, or on why the host reads for it."""
+    left = one.left.get("host_reads")
+    if left is not None and left.reason is not Reason.NOT_ASKED:
+        return [f"the host reads its counts: {left.why}"]
+    if not one.plan.room:
+        return []
+    rows = known_rows(one.found.region.rows)
+    return [
+        f"the host reads nothing: {one.plan.room} rows have room from each rank to each, of "
+        f"{rows} rows that a rank has in all"
+    ]
 
 
 def node_remarks(one: PlannedExperts) -> list[str]:

@@ -1,0 +1,83 @@
+"""Whether a MoE region can run without a read by the host, and with how much room for its rows.
+
+Contract
+    The graph is as the model wrote it, and is not edited.
+"""
+
+from __future__ import annotations
+
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.query import known_rows, operator_at, tensor_of
+from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Reason
+from moe_compile.plan.planned import FoundExperts
+from moe_compile.proof.spare_rows import check_spare_rows
+from moe_compile.regions.body_needs import BodyNeeds, needs_of_body
+from moe_compile.regions.regions import MoERegion, RowProof
+from moe_compile.regions.rewrite_effects import find_effects
+from moe_compile.regions.rewrites import Effects, Replacement
+from moe_compile.regions.token_regions import EvenForm
+from passes.replay.even_rows import room_of
+
+
+def even_form(found: FoundExperts, config: MegaMoEConfig) -> EvenForm | Left:
+    """Return the form in which the host reads nothing of a region, or why it has none."""
+    if config.host_reads != "none":
+        return Left(Reason.NOT_ASKED)
+    region, proof = found.region, found.proof
+    if isinstance(proof, Left):
+        return Left(Reason.NOT_PROVEN, proof.reason.value)
+    if not config.equal_tokens:
+        return Left(Reason.TOKENS_MAY_DIFFER)
+    if not known_rows(region.rows):
+        return Left(Reason.ROWS_MAY_DIFFER, "their number is known at run time alone")
+    needs = needs_of_body(region)
+    refused = _unfit(region, proof, needs) or _read_around(region, proof)
+    refused = refused or check_spare_rows(region, proof, needs)
+    return refused or EvenForm(region=region, needs=needs, room=room_of(region, config.row_room))
+
+
+def _read_around(region: MoERegion, proof: RowProof) -> Left | None:
+    """Return the refusal if the region cannot be replaced, or if its host reads stay."""
+    effects = find_effects([in_equal_parts(region, proof)]).effects[region.name]
+    if isinstance(effects, Left):
+        return Left(Reason.NOT_PROVEN, effects.reason.value)
+    return still_read(effects)
+
+
+def _unfit(region: MoERegion, proof: RowProof, needs: BodyNeeds) -> Left | None:
+    """Return what about the experts does not suit rows behind those of the counts."""
+    if region.beside or region.back_beside:
+        return Left(Reason.SPLIT_OTHERWISE, "other tensors travel beside the rows")
+    if needs.reads_host:
+        reader = next(n for n in needs.nodes if n.op == "call_method" and n.target == "item")
+        return Left(Reason.ESCAPES, f"{operator_at(reader)}, for the experts")
+    if needs.reads_sent:
+        return Left(Reason.SENT_SIZES)
+    counts, expected = (
+        tensor_of(region.received_counts),
+        region.num_ranks * region.num_local_experts,
+    )
+    if counts is None or counts.numel() != expected:
+        return Left(Reason.COUNTS_NOT_COUNTED, "of other ranks' experts too")
+    if proof.shared or proof.reordered or proof.whole:
+        return Left(Reason.ROWS_MIXED, "with rows behind those of the counts")
+    return None
+
+
+def still_read(effects: Effects) -> Left | None:
+    """Return the refusal if the graph around a region needs an integer that the host reads."""
+    if effects.served:
+        return Left(Reason.ESCAPES, operator_at(effects.served[0]))
+    return Left(Reason.ESCAPES, "an integer that the host reads") if effects.num_kept else None
+
+
+def in_equal_parts(region: MoERegion, proof: RowProof) -> Replacement:
+    """Return the nodes that the form replaces: the region from its dispatch to its result."""
+    return Replacement(
+        region=region,
+        proof=proof,
+        replaced=region.result,
+        at_result=True,
+        enters_autocast=True,
+    )

@@ -1,0 +1,94 @@
+"""Graphs of regions without host reads: even exchanges, nothing for the host, one more output."""
+
+import pytest
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from moe_compile.backend import rewrite
+from moe_compile.codegen import trace_both
+from moe_compile.config import MegaMoEConfig
+from moe_compile.errors import InvalidConfig
+from moe_compile.graph.query import (
+    input_splits,
+    is_all_to_all,
+    is_integer,
+    overload_name,
+    tensor_of,
+)
+from moe_compile.ops.room_rows import MOVE_ROWS
+from passes.replay.even_rows import room_of
+from tests.capture import dynamo_graphs
+from tests.padded_layers import Checkpointed, PaddedGroups, TwoLayers
+
+NUM_TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 32, 64, 32, 8, 2
+NUM_ROWS = NUM_TOKENS * TOP_K
+TO_HOST = {"aten::_local_scalar_dense", "megamoe::integers"}
+
+
+def rewritten(style, group, **options):
+    """Return the graph of a layer after our passes, its inputs, and the state of the passes."""
+    layer = style(WIDTH, HIDDEN, EXPERTS, TOP_K, group)
+    x = torch.randn(NUM_TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    gm, *_ = dynamo_graphs(layer, x)
+    places = gm.graph.find_nodes(op="placeholder")
+    inputs = [place.meta["example_value"] for place in places]
+    given = {"host_reads": "none", "equal_tokens": True, "strict": True, "codegen": "fx"}
+    state, compilation = rewrite(gm, MegaMoEConfig(**given, **options))
+    return gm, inputs, state, compilation
+
+
+def exchanges_of_rows(graph):
+    return [n for n in graph.nodes if is_all_to_all(n) and not is_integer(n)]
+
+
+@pytest.mark.parametrize(("factor", "room"), [(1.0, 32), (1.26, 41), (5.0, NUM_ROWS)])
+def test_exchanges_have_equal_parts_as_long_as_the_room(fake_ranks, factor, room):
+    gm, _, state, _ = rewritten(PaddedGroups, fake_ranks, row_room=factor)
+    (one,) = state.experts
+    assert one.plan.room == room == room_of(one.found.region, factor)
+    assert [input_splits(n) for n in exchanges_of_rows(gm.graph)] == [[room, room]] * 2
+
+
+@pytest.mark.parametrize("style", [PaddedGroups, TwoLayers])
+def test_neither_forward_nor_backward_reads_on_the_host(fake_ranks, style):
+    gm, inputs, state, compilation = rewritten(style, fake_ranks)
+    assert state.notes_overflow and not any(r.num_host_reads for r in compilation.regions)
+    graphs = trace_both(gm, inputs, state)
+    for graph in (graph_module.graph for graph_module in graphs):
+        assert not {overload_name(n) for n in graph.nodes} & TO_HOST
+        values = [tensor_of(n) for n in graph.nodes]
+        assert not any(free_unbacked_symbols(value) for value in values if value is not None)
+        assert len(exchanges_of_rows(graph)) == 2 * len(compilation.regions)
+
+
+def test_one_more_output_tells_of_all_regions(fake_ranks):
+    gm, *_ = rewritten(TwoLayers, fake_ranks)
+    (outputs,) = gm.graph.output_node().args
+    assert len(outputs) == 2 and outputs[1].target is torch.maximum
+    assert len(gm.graph.find_nodes(op="call_function", target=MOVE_ROWS)) == 2 * 4
+
+
+def test_regions_inside_of_a_checkpoint_tell_too(fake_ranks):
+    gm, _, state, _ = rewritten(Checkpointed, fake_ranks)
+    (body,) = gm.children()
+    (outputs,), (inner,) = gm.graph.output_node().args, body.graph.output_node().args
+    assert state.notes_overflow and (len(outputs), len(inner)) == (2, 2)
+    assert outputs[1].args[1] == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"chunks": 2}, {"dispatch": "all_gather"}, {"nodes": "exact"}, {"combine_wire": "fp8"}],
+    ids=str,
+)
+def test_rows_that_travel_otherwise_are_refused_beside_it(other):
+    (name,) = other
+    with pytest.raises(InvalidConfig, match=f"leave out {name}, or host_reads"):
+        MegaMoEConfig(host_reads="none", **other)
+    MegaMoEConfig(host_reads="needed", **other)
+
+
+@pytest.mark.parametrize("room", [0, -1.0, float("inf"), "auto", True])
+def test_a_room_that_is_no_factor_is_refused(room):
+    with pytest.raises(InvalidConfig, match=r"row_room .*; write a number above 0, as 1\.5"):
+        MegaMoEConfig(host_reads="none", row_room=room)
