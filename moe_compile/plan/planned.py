@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Self, TypeVar
 
 import torch
+import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.journal.entries import Verdict, judged
@@ -74,6 +75,9 @@ class FoundExperts(Found[MoERegion]):
     kept none."""
     row_bytes: Mapping[str, int]
     """`dispatch` and `combine` -> bytes of a row as the model sends it; 0 when unknown."""
+    products: tuple[fx.Node, ...] | Left
+    """Its grouped products, where options ask for eight bits and each can be computed so, or why
+    they are computed as the model does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,3 +185,7 @@ class PlannedExperts(Planned[MoERegion]):
         if self.plan.is_in_two_hops:
             return self
         return replace(self, plan=replace(self.plan, dispatch_wire="same", combine_wire="same"))
+
+    def in_own_format(self) -> Self:
+        """Return the same region with products in the model's number format."""
+        return replace(self, plan=replace(self.plan, expert_compute="same"))
