@@ -24,6 +24,7 @@ from moe_compile.plan.dispatch_rules import DispatchCosts, Rounding
 from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.plan import ExpertsPlan, RegionPlan
+from moe_compile.plan.product_times import ProductTimes
 from moe_compile.regions.regions import MoERegion, Region, RowProof
 from moe_compile.regions.rewrites import Effects
 from moe_compile.regions.token_regions import GatheredForm, TwoHopForm
@@ -154,6 +155,8 @@ class PlannedExperts(Planned[MoERegion]):
     """Its times flat and in two hops; None where that is not asked for or cannot be."""
     node_rounding: NodeRounding | None = None
     """How its sums per token on the nodes may differ; None where they are not made there."""
+    product_times: ProductTimes | None = None
+    """Predicted times of its products in eight bits; None where there are none, or no prices."""
 
     @property
     def is_rewritten(self) -> bool:

@@ -67,7 +67,7 @@ from passes.kinds.by_counts.gathering import (
     gathering,
     may_be_priced,
 )
-from passes.kinds.by_counts.products import how_asked
+from passes.kinds.by_counts.products import how_asked, predicted_products
 from passes.kinds.by_counts.two_hops import (
     Forms,
     chosen_form,
@@ -109,6 +109,7 @@ def plan_experts(
             _decide_chunks(draft, state, layers.around(draft.region))
         decide_edges(draft, state, layers.around(draft.region))
         check_chunks(draft)
+        draft.product_times = predicted_products(draft, state, layers.around(draft.region))
     after = _examine_together(drafts)
     return tuple(_planned(draft, state.config) for draft in drafts), after.dead
 
@@ -282,6 +283,7 @@ def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
         rounding=rounding_of(gathered.found) if gathered is not None else None,
         node_rounding=draft.node_rounding,
         hop_prices=draft.hop_prices,
+        product_times=draft.product_times,
     )
 
 

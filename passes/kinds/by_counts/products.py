@@ -15,15 +15,20 @@ import torch.fx as fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.rates import Rates
+from moe_compile.cost.read_regions import work_of_experts
+from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.hardware.chip_limits import multiplies_in_eight_bits
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.product_formats import FORMATS, ProductFormat
 from moe_compile.ops.scaled_products import AS_IT_IS
+from moe_compile.plan.product_times import ProductTimes, product_times
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.grouped_products import EightBits, factors_of, is_grouped
 from moe_compile.regions.regions import MoERegion
+from passes.kinds.by_counts.draft import Draft
 from passes.kinds.by_counts.wires import makes_integers
 
 OPTION: Final = "expert_compute"
@@ -79,6 +84,22 @@ def _against(product: fx.Node, chosen: ProductFormat) -> Left | None:
     if not multiplies_in_eight_bits(left.device, chosen.capability):
         return Left(Reason.NO_E4M3, "grouped products in eight bits need 9.0 or higher")
     return None
+
+
+def predicted_products(
+    draft: Draft, state: CompileState, layer: TracedNodes
+) -> ProductTimes | None:
+    """Return the predicted times of a region's products in eight bits.
+
+    None without such products, and where ranks may have other sizes.
+    """
+    found, proof = draft.found, draft.proof
+    is_priced = state.config.equal_tokens and not isinstance(found.products, Left)
+    if not is_priced or isinstance(proof, Left):
+        return None
+    work = work_of_experts(found.region, proof, state.hardware, layer)
+    rates = Rates.of(state.hardware, found.region.num_ranks)
+    return None if work is None else product_times(work, rates)
 
 
 def products_in_eight_bits(state: CompileState) -> dict[fx.Node, EightBits]:

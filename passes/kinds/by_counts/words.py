@@ -124,7 +124,8 @@ def _products(one: PlannedExperts) -> list[str]:
     left = one.left.get("expert_compute")
     if left is not None:
         return [f"products not quantised: {left.why}"] if left.is_asked else []
-    return [f"grouped products in {one.plan.expert_compute}, {NOT_OF_WEIGHTS}"]
+    said = f"grouped products in {one.plan.expert_compute}, {NOT_OF_WEIGHTS}"
+    return [f"{said}: {one.product_times} predicted" if one.product_times else said]
 
 
 def _wire(one: PlannedExperts, name: str) -> str:
