@@ -95,6 +95,8 @@ FORMATS: Final[Mapping[str, ProductFormat]] = {
     ),
 }
 """Recipes by name."""
+ROW_AFTER_ROW: Final = torch.contiguous_format
+"""The layout of a copy; .contiguous() copies nothing that has one row."""
 
 
 def format_of(recipe: str) -> ProductFormat:
@@ -143,7 +145,7 @@ def quantized_rows(
     by_block = filled.float().reshape(num_rows, blocks, chosen.row_block)
     payload, scales = quantized(by_block, [2], element)
     whole = payload.reshape(num_rows, blocks * chosen.row_block)
-    return whole[:, :width].contiguous(), scales.reshape(num_rows, blocks)
+    return whole[:, :width].clone(memory_format=ROW_AFTER_ROW), scales.reshape(num_rows, blocks)
 
 
 def quantized_weight(
@@ -169,7 +171,7 @@ def quantized_weight(
 
 def by_columns(weight_EKN: torch.Tensor) -> torch.Tensor:
     """Return the same weight with columns contiguous: eight-bit tensor cores sum along memory."""
-    return weight_EKN.transpose(1, 2).contiguous().transpose(1, 2)
+    return weight_EKN.transpose(1, 2).clone(memory_format=ROW_AFTER_ROW).transpose(1, 2)
 
 
 def dequantized_rows(

@@ -28,6 +28,7 @@ import torch
 
 from moe_compile.ops.product_formats import (
     ELEMENTS,
+    ROW_AFTER_ROW,
     ProductFormat,
     blocks_along,
     dequantized_rows,
@@ -37,8 +38,18 @@ from moe_compile.ops.product_formats import (
     quantized_rows,
     quantized_weight,
 )
-from moe_compile.ops.quantized_rows import check_message
+from moe_compile.ops.quantized_rows import HAS_KERNELS, check_message
 from moe_compile.ops.wire_format import num_blocks, payload_bytes
+
+if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster without it
+    from moe_compile.ops.kernels.grouped_product import grouped_product
+    from moe_compile.ops.kernels.pack_rows import quantize_blocks
+    from moe_compile.ops.kernels.product_operands import (
+        quantize_squares,
+        quantize_whole,
+        split_messages,
+        zero_rows_behind,
+    )
 
 LIBRARY = torch.library.Library("megamoe", "FRAGMENT")
 LIBRARY.define('quantize_rows(Tensor rows, str recipe, str element="e4m3") -> (Tensor, Tensor)')
@@ -97,10 +108,9 @@ def message_rows(
     check_message(message_SM, width)
     message_RM = message_SM if index_R is None else message_SM[index_R]
     payload, scales = message_RM[:, :width], message_RM[:, payload_bytes(width) :]
-    new = torch.contiguous_format  # of one row, .contiguous() is the message itself
     return (
-        payload.clone(memory_format=new).view(torch.float8_e4m3fn),
-        scales.clone(memory_format=new).view(torch.float32),
+        payload.clone(memory_format=ROW_AFTER_ROW).view(torch.float8_e4m3fn),
+        scales.clone(memory_format=ROW_AFTER_ROW).view(torch.float32),
     )
 
 
@@ -296,6 +306,54 @@ def _fake_product(
     return rows.new_empty((rows.shape[0], weight.shape[2]), dtype=dtype)
 
 
+def _rows_by_kernel(
+    rows: torch.Tensor, recipe: str, element: str = "e4m3"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_floating(rows, "a matrix of rows", 2)
+    chosen = format_of(recipe)
+    by_kernel = quantize_whole if chosen.row_block is None else quantize_blocks
+    return by_kernel(rows, element_of(chosen, element))
+
+
+def _weight_by_kernel(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_floating(weight, "a weight", 3)
+    if format_of(recipe).row_block is not None:
+        return quantize_squares(weight)
+    experts, width, columns = weight.shape
+    payload, scales = quantize_whole(
+        weight.transpose(1, 2).reshape(experts * columns, width), ELEMENTS["e4m3"]
+    )
+    return payload.view(experts, columns, width).transpose(1, 2), scales.view(experts, columns)
+
+
+def _message_by_kernel(
+    message: torch.Tensor, index: torch.Tensor | None, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_message(message, width)
+    return split_messages(message, index, width)
+
+
+def _product_by_kernel(
+    rows: torch.Tensor,
+    row_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    offs: torch.Tensor,
+    recipe: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    chosen = check_product(rows, row_scales, weight, weight_scales, offs, recipe, dtype)
+    if chosen.row_block is not None:
+        return grouped_product(rows, row_scales, weight, weight_scales, offs, dtype)
+    if not rows.shape[0]:
+        return rows.new_empty((0, weight.shape[2]), dtype=dtype)
+    products: torch.Tensor = torch._scaled_grouped_mm(  # sums in float32, not in tensor cores alone
+        rows, weight, row_scales, weight_scales, offs=offs, out_dtype=dtype, use_fast_accum=False
+    )
+    zero_rows_behind(products, offs)  # torch leaves what stood there
+    return products
+
+
 REFERENCES: Final[Mapping[Any, Callable[..., Any]]] = {
     QUANTIZE_ROWS: quantize_rows,
     QUANTIZE_WEIGHT: quantize_weight,
@@ -311,8 +369,17 @@ _FAKES: Final[Mapping[Any, Callable[..., Any]]] = {
     SCALED_GROUPED_MM: _fake_product,
 }
 
+_KERNELS: Final[Mapping[Any, Callable[..., Any]]] = {
+    QUANTIZE_ROWS: _rows_by_kernel,
+    QUANTIZE_WEIGHT: _weight_by_kernel,
+    MESSAGE_ROWS: _message_by_kernel,
+    SCALED_GROUPED_MM: _product_by_kernel,
+}
+
 for _op, _reference in REFERENCES.items():
     _name = _op._schema.name
     LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
     torch.library.register_fake(_name, _FAKES[_op], lib=LIBRARY)
+    if HAS_KERNELS:
+        LIBRARY.impl(_name, _KERNELS[_op], "CUDA")
 LIBRARY.impl("grouped_mm_fp8", _grouped_mm_fp8, "CompositeImplicitAutograd")

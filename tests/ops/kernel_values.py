@@ -35,7 +35,13 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDTHS = st.integers(1, 700) | st.sampled_from([128, 256, 512, 640, 1024])
-CASTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
+CASTS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
 """Types by the names Triton gives them."""
 NUM_ROWS = st.integers(0, 40)
 SEEDS = st.integers(0, 2**31)
@@ -270,7 +276,11 @@ def cast_through_torch(data, source, target, rounding_mode):
     return values.view(BITS[values.element_size()]).numpy()
 
 
-if __name__ == "__main__":
+def hold_in_interpreter(properties):
     interpreter._convert_float = cast_through_torch
-    for check in PROPERTIES:
+    for check in properties:
         hold(check)
+
+
+if __name__ == "__main__":
+    hold_in_interpreter(PROPERTIES)

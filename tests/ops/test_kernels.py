@@ -4,102 +4,51 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from moe_compile.ops.kernels import (
     gather_rows,
     pack_rows,
     sum_rows,
 )
+from moe_compile.ops.product_formats import ELEMENTS
 from moe_compile.ops.wire_format import BLOCK, num_blocks, row_bytes
+from tests.ops.hopper_code import MOST_REGISTERS, THREADS, compile_for_hopper
 from tests.ops.kernel_values import PROPERTIES, hold
 
 ROOT = Path(__file__).parents[2]
-HOPPER = GPUTarget("cuda", 90, 32)
-MOST_REGISTERS = 64
-"""Lets 1024 threads live on a multiprocessor of 65536 registers: half of all it can hold."""
-THREADS = 128
-ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[a-z][\w:]*)*?(?:\.v(\d))?\.b(\d+)")
-"""As PTX writes it: ld.global.v4.b32, st.global.L1::evict_last.v2.b64, ..."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """What the compiler made of one kernel."""
-
-    loads: Counter
-    """How many loads a thread does, by their width in bytes; so `stores`."""
-    stores: Counter
-    registers: int
-    stack: int
-    """Bytes that registers spill to, or local arrays take."""
-    ptx: str
-
-
-def compile_for_hopper(kernel, pointers, constants):
-    """Compile as for tensors whose addresses 16 divides."""
-    names = kernel.arg_names
-    numbers = dict.fromkeys({"num_rows", "num_sources"} & {*names}, "i32")
-    signature = {name: pointers.get(name, "constexpr") for name in names} | numbers
-    aligned = [
-        (names.index(name), *inside)
-        for name, kind in pointers.items()
-        for inside in ([()] if isinstance(kind, str) else [(n,) for n in range(len(kind))])
-        if kind != ("i64",) * len(kind)  # first rows: numbers
-    ]
-    compiled = triton.compile(
-        ASTSource(
-            kernel,
-            signature,
-            {(names.index(name),): value for name, value in constants.items()},
-            {place: [["tt.divisibility", 16]] for place in aligned},
-        ),
-        target=HOPPER,
-        options={"num_warps": THREADS // 32},
-    )
-    ptx = compiled.asm["ptx"]
-    widths = [(kind, int(many or 1) * int(bits) // 8) for kind, many, bits in ACCESS.findall(ptx)]
-    registers, stack = resources(compiled.asm["cubin"])
-    return Compiled(
-        loads=Counter(width for kind, width in widths if kind == "ld"),
-        stores=Counter(width for kind, width in widths if kind == "st"),
-        registers=registers,
-        stack=stack,
-        ptx=ptx,
-    )
+def compile_pack(width, dtype, picked=True, *, element="e4m3", is_message=True):
+    """Compile what packs rows: into messages, or payload and scales apart."""
+    blocks, message = num_blocks(width), row_bytes(width)
+    largest, least, cast = pack_rows.element_constants(ELEMENTS[element])
+    constants = {
+        "WIDTH": width, "BLOCKS": blocks, "WRITTEN": width,
+        "ROW": message if is_message else width,
+        "ROW_OF_SCALES": message // 4 if is_message else blocks,
+        "FIRST_SCALE": width // 4 if is_message else 0,
+        "LARGEST": largest, "LEAST_BITS": least, "ELEMENT": cast,
+    }  # fmt: skip
+    pointers = {"rows": f"*{dtype}", "payloads": "*u8", "scales": "*fp32"}
+    return compile_picking(pack_rows.gather_quantize_pack_kernel, pointers, constants, picked)
 
 
-def resources(cubin):
-    """Return registers and bytes of stack per thread, as the machine code states them."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    (found,) = re.findall(r"REG:(\d+) STACK:(\d+)", text)
-    return int(found[0]), int(found[1])
-
-
-def compile_between_rows_and_messages(kernel, width, dtype, picked):
+def compile_unpack(width, dtype, picked=True):
     pointers = {"rows": f"*{dtype}", "messages": "*u8"}
     constants = {"WIDTH": width, "BLOCKS": num_blocks(width), "MESSAGE": row_bytes(width)}
+    return compile_picking(pack_rows.unpack_dequantize_kernel, pointers, constants, picked)
+
+
+def compile_picking(kernel, pointers, constants, picked):
+    """Compile with an index of the rows that are read, or without."""
     if picked:
-        pointers["index"] = "*i64"
-    else:
-        constants["index"] = None
-    return compile_for_hopper(kernel, pointers, constants)
+        return compile_for_hopper(kernel, pointers | {"index": "*i64"}, constants)
+    return compile_for_hopper(kernel, pointers, constants | {"index": None})
 
 
 def accesses(element_bytes):
@@ -145,8 +94,7 @@ def test_more_elements_than_32_bits_count():
 @FORMATS
 @PICKED
 def test_packing_moves_16_bytes_at_a_time(dtype, size, width, picked):
-    kernel = pack_rows.gather_quantize_pack_kernel
-    found = compile_between_rows_and_messages(kernel, width, dtype, picked)
+    found = compile_pack(width, dtype, picked)
     assert found.loads[16] == accesses(size)
     assert set(found.loads) == ({16, 8} if picked else {16})  # 8: the index
     assert found.stores == {16: accesses(1), 4: 1}  # 4: scales
@@ -154,10 +102,19 @@ def test_packing_moves_16_bytes_at_a_time(dtype, size, width, picked):
 
 
 @FORMATS
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_payload_and_scales_apart_move_as_messages_do(dtype, size, width, element):
+    found = compile_pack(width, dtype, False, element=element, is_message=False)
+    assert found.loads == {16: accesses(size)}
+    assert found.stores == {16: accesses(1), 4: 1}  # 4: scales
+    assert found.stack == 0 and found.registers <= MOST_REGISTERS
+    assert f"cvt.rn.satfinite.{element}x2.f32" in found.ptx
+
+
+@FORMATS
 @PICKED
 def test_unpacking_moves_16_bytes_at_a_time(dtype, size, width, picked):
-    kernel = pack_rows.unpack_dequantize_kernel
-    found = compile_between_rows_and_messages(kernel, width, dtype, picked)
+    found = compile_unpack(width, dtype, picked)
     assert found.loads[16] == accesses(1)
     assert set(found.loads) == ({16, 8, 4} if picked else {16, 4})  # 8: the index, 4: scales
     assert found.stores == {16: accesses(size)}
@@ -228,13 +185,7 @@ def test_products_read_16_bytes_of_both_rows_at_a_time(width, dtype, matrices):
 
 def test_arithmetic_is_ieee_division_and_the_hardwares_cast():
     """No flush of subnormals to zero, no approximate reciprocal, no emulated float8."""
-    pack, unpack = (
-        compile_between_rows_and_messages(kernel, 7168, "bf16", picked=True).ptx
-        for kernel in (
-            pack_rows.gather_quantize_pack_kernel,
-            pack_rows.unpack_dequantize_kernel,
-        )
-    )
+    pack, unpack = compile_pack(7168, "bf16").ptx, compile_unpack(7168, "bf16").ptx
     assert "div.rn.f32" in pack and "cvt.rn.satfinite.e4m3x2.f32" in pack
     assert "cvt.rn.f16x2.e4m3x2" in unpack
     assert not re.search(r"\.ftz|\.approx|div\.full", pack + unpack)

@@ -1,5 +1,7 @@
 """Rows picked by an index become messages in eight bits, and rows again: one read, one write.
 
+Rows for a product are quantised alike, payload and scales apart.
+
 Contract
     Every byte of every message is written, in the format of `moe_compile/ops/wire_format.py`.
     A block that holds an infinity or NaN unpacks to NaN.
@@ -25,25 +27,22 @@ is 3.0 * (448 / 3.0) = 448.0 and 0.0, bytes [0x7e, 0x00]; two bytes of padding; 
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from moe_compile.ops.wire_format import (
-    AMAX_MIN,
-    BLOCK,
-    E4M3_MAX,
-    SCALE_BYTES,
-    num_blocks,
-    row_bytes,
-)
+from moe_compile.ops.product_formats import ELEMENTS, Element
+from moe_compile.ops.wire_format import BLOCK, SCALE_BYTES, num_blocks, payload_bytes, row_bytes
 
 TILE_BLOCKS = tl.constexpr(32)
 """Blocks per program: 128 threads hold 32 columns each, 64 bytes of bf16 on their way at once."""
 NUM_WARPS = 4
 COLUMNS = tl.constexpr(BLOCK)
 SCALE_SIZE = tl.constexpr(SCALE_BYTES)
+TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+"""Triton's names of the types of payloads."""
 
 
 @triton.jit
@@ -69,8 +68,6 @@ def locate_blocks(
     return row, source, block, block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
-LARGEST = tl.constexpr(E4M3_MAX)
-LEAST_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", AMAX_MIN))[0])
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 """All bits of a float32 but its sign."""
 
@@ -79,12 +76,19 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 def gather_quantize_pack_kernel(
     rows: tl.tensor,  # [S, WIDTH]
     index: tl.tensor,  # [num_rows], or None
-    messages: tl.tensor,  # [num_rows, MESSAGE] bytes
+    payloads: tl.tensor,  # [num_rows, ROW] bytes
+    scales: tl.tensor,  # [num_rows, ROW_OF_SCALES]
     num_rows: tl.tensor,
     num_sources: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,  # per row
-    MESSAGE: tl.constexpr,  # bytes of a message
+    WRITTEN: tl.constexpr,  # bytes of a row of payloads that are written
+    ROW: tl.constexpr,
+    ROW_OF_SCALES: tl.constexpr,
+    FIRST_SCALE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_BITS: tl.constexpr,
+    ELEMENT: tl.constexpr,
 ) -> None:
     """Pack the blocks of one tile."""
     row, source, block, column = locate_blocks(index, num_rows, num_sources, BLOCKS)
@@ -97,17 +101,20 @@ def gather_quantize_pack_kernel(
     bits = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
     largest = tl.maximum(bits, LEAST_BITS).to(tl.float32, bitcast=True)
     inverse = tl.div_rn(LARGEST, largest)
-    payload = (x * inverse[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    payload = (x * inverse[:, None]).to(ELEMENT).to(tl.uint8, bitcast=True)
 
-    words = MESSAGE // SCALE_SIZE  # the last BLOCKS words of a message are its scales
-    first_scale = words - BLOCKS
-    targets = messages + row[:, None] * MESSAGE + column
+    targets = payloads + row[:, None] * ROW + column
     if BLOCKS * COLUMNS == WIDTH:
         tl.store(targets, payload)
     else:
-        tl.store(targets, payload, mask=column < first_scale * SCALE_SIZE)
-    scales = messages.to(tl.pointer_type(tl.float32), bitcast=True)
-    tl.store(scales + row * words + (first_scale + block), tl.div_rn(largest, LARGEST))
+        tl.store(targets, payload, mask=column < WRITTEN)
+    tl.store(scales + row * ROW_OF_SCALES + (FIRST_SCALE + block), tl.div_rn(largest, LARGEST))
+
+
+def element_constants(element: Element) -> tuple[float, int, Any]:
+    """Return largest value, bits of the least maximum, and Triton's name of a payload's type."""
+    (least,) = struct.unpack("<i", struct.pack("<f", element.least_maximum))
+    return element.largest, least, TYPES[element.dtype]
 
 
 def gather_quantize_pack(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
@@ -117,24 +124,42 @@ def gather_quantize_pack(rows: torch.Tensor, index: torch.Tensor | None) -> torc
     copied first where it is not contiguous.
     """
     num_rows, width = rows.shape[0] if index is None else index.shape[0], rows.shape[1]
-    message, blocks = row_bytes(width), num_blocks(width)
-    messages = rows.new_empty((num_rows, message), dtype=torch.uint8)
-    if messages.numel():
-        grid = (triton.cdiv(num_rows * blocks, TILE_BLOCKS.value),)
-        rows, index = rows.contiguous(), None if index is None else index.contiguous()
-        with torch.cuda.device_of(rows):
-            gather_quantize_pack_kernel[grid](
-                rows,
-                index,
-                messages,
-                num_rows,
-                rows.shape[0],
-                width,
-                blocks,
-                message,
-                num_warps=NUM_WARPS,
-            )
+    messages = rows.new_empty((num_rows, row_bytes(width)), dtype=torch.uint8)
+    _quantize(rows, index, messages, messages.view(torch.float32), payload_bytes(width))
     return messages
+
+
+def quantize_blocks(rows: torch.Tensor, element: Element) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the payload `[R, D]` of rows, and scales `[R, D / 128]`, rounded up.
+
+    Shapes: rows `[R, D]` of bf16, fp16 or fp32, copied first where they are not contiguous.
+    """
+    payload = rows.new_empty(rows.shape, dtype=element.dtype)
+    scales = rows.new_empty((rows.shape[0], num_blocks(rows.shape[1])), dtype=torch.float32)
+    _quantize(rows, None, payload.view(torch.uint8), scales, rows.shape[1], element)
+    return payload, scales
+
+
+def _quantize(
+    rows: torch.Tensor,
+    index: torch.Tensor | None,
+    payloads: torch.Tensor,
+    scales: torch.Tensor,
+    written: int,
+    element: Element = ELEMENTS["e4m3"],
+) -> None:
+    """Write `written` bytes of each row of `payloads`, and the last columns of `scales`."""
+    num_rows, blocks = payloads.shape[0], num_blocks(rows.shape[1])
+    if not payloads.numel():
+        return
+    grid = (triton.cdiv(num_rows * blocks, TILE_BLOCKS.value),)
+    rows, index = rows.contiguous(), None if index is None else index.contiguous()
+    with torch.cuda.device_of(rows):
+        gather_quantize_pack_kernel[grid](
+            rows, index, payloads, scales, num_rows, rows.shape[0], rows.shape[1], blocks, written,
+            payloads.shape[1], scales.shape[1], scales.shape[1] - blocks,
+            *element_constants(element), num_warps=NUM_WARPS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sources"])

@@ -1,0 +1,67 @@
+"""The bound of a product's error holds, and is not far above what happens."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_compile.ops.product_errors import IN_TENSOR_CORES, product_error_bound
+from moe_compile.ops.product_formats import FORMATS
+from moe_compile.ops.scaled_products import QUANTIZE_ROWS, QUANTIZE_WEIGHT, SCALED_GROUPED_MM
+
+WAYS = [(recipe, element) for recipe in FORMATS for element in FORMATS[recipe].elements]
+
+
+def found_and_exact(rows, weight, recipe, element, dtype):
+    offs = torch.tensor([rows.shape[0]], dtype=torch.int32)
+    operands = (*QUANTIZE_ROWS(rows, recipe, element), *QUANTIZE_WEIGHT(weight[None], recipe))
+    return SCALED_GROUPED_MM(*operands, offs, recipe, dtype), rows.double() @ weight.double()
+
+
+@given(
+    way=st.sampled_from(WAYS),
+    sizes=st.tuples(st.integers(0, 5), st.integers(1, 24), st.integers(1, 24)),
+    exponents=st.tuples(st.integers(-30, 20), st.integers(0, 24)),
+    is_wide=st.booleans(),
+    seed=st.integers(0, 999),
+)
+@settings(deadline=None, max_examples=200)
+def test_no_element_is_further_from_the_exact_product(way, sizes, exponents, is_wide, seed):
+    """Of numbers some of which are subnormal in their block; float64 counts as exact."""
+    own, (recipe, element) = torch.Generator().manual_seed(seed), way
+    num_rows, width, columns = sizes[0], 16 * sizes[1], 16 * sizes[2]
+    low, spread = exponents
+
+    def draw(*shape):
+        exponents = low + spread * torch.rand(*shape, generator=own)
+        return torch.randn(*shape, generator=own) * torch.exp2(exponents)
+
+    rows, weight = draw(num_rows, width).bfloat16(), draw(width, columns).bfloat16()
+    dtype = torch.float32 if is_wide and recipe == "blockwise" else torch.bfloat16
+    found, exact = found_and_exact(rows, weight, recipe, element, dtype)
+    bound = product_error_bound(rows, weight, recipe, element=element, dtype=dtype)
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("recipe", "element"), WAYS)
+def test_the_worst_numbers_come_near_the_bound(recipe, element):
+    """17 is half-way between two e4m3, 18 between two e5m2; scales are 1."""
+    half_way = {"e4m3": 17.0, "e5m2": 18.0}
+    largest = {"e4m3": 448.0, "e5m2": 57344.0}
+    rows, weight = torch.full((1, 128), half_way[element]), torch.full((128, 16), 17.0)
+    rows[0, 0], weight[1] = largest[element], 448.0
+    rows[0, 1], weight[0] = 0, 0
+    found, exact = found_and_exact(rows, weight, "blockwise", element, torch.float32)
+    bound = product_error_bound(rows, weight, "blockwise", element=element)
+    assert (0.8 * bound <= (found - exact).abs()).all() and (found < exact).all()
+
+
+def test_a_product_of_normal_numbers_is_off_by_an_eighth_of_its_magnitudes():
+    own = torch.Generator().manual_seed(0)
+    rows, weight = (1 + torch.rand(*shape, generator=own) for shape in ((3, 256), (256, 32)))
+    magnitudes = rows.double() @ weight.double()
+    share = 2.0**-4 + 2.0**-4 + 2.0**-8
+    found = product_error_bound(rows, weight, "blockwise")
+    assert (share * magnitudes <= found).all() and (found <= 1.01 * share * magnitudes).all()
+    of_cores = product_error_bound(rows, weight, "blockwise", unit=IN_TENSOR_CORES)
+    assert (of_cores <= (share + 1.2 * 128 * 2.0**-13) * magnitudes).all()
