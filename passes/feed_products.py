@@ -7,6 +7,7 @@ Contract
 
     quantize_rows(unpack(m))                  ->  message_rows(m)
     quantize_rows(unpack(m)[p])               ->  message_rows(m, p)
+    quantize_rows(unpack(m)[i][p])            ->  message_rows(m, i[p])
     quantize_rows(cat(unpack(a), zeros)[p])   ->  message_rows(cat(a, zeros), p)
 
 A message has the scales of recipe "blockwise" with e4m3; products of another format are left. It
@@ -24,7 +25,7 @@ from typing import Any, ClassVar, Final
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from moe_compile.graph.edit import call_otherwise, erase_unused
+from moe_compile.graph.edit import ValuedEmitter, call_otherwise, erase_unused
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import argument_of, is_of_backward
 from moe_compile.graph.row_moves import ATEN, row_gather
@@ -81,7 +82,7 @@ def _moves_of(quantised: fx.Node) -> tuple[fx.Node, ...]:
     rows = _unexpanded(first)
     gather = row_gather(rows)
     source = rows if gather is None else gather[0]
-    is_message = source.target is UNPACK_DEQUANTIZE or rows.target in UNPACKS
+    is_message = source.target in UNPACKS
     parts = [] if is_message else parts_of(source)
     return () if parts is None else tuple(dict.fromkeys([first, rows, source, *parts]))
 
@@ -95,10 +96,13 @@ def _unexpanded(rows: fx.Node) -> fx.Node:
 def _message_of(moves: tuple[fx.Node, ...]) -> tuple[Any, Any, Any]:
     """Return the message that holds moved rows, their index in it or None, and their width."""
     rows = _unexpanded(moves[0])
-    if rows.target is UNPACK_DEQUANTIZE_PERMUTE:
-        return rows.args[:3]
     gather = row_gather(rows)
     source, index = (rows, None) if gather is None else gather
+    if source.target is UNPACK_DEQUANTIZE_PERMUTE:
+        message, before, width = source.args[:3]
+        if index is None:
+            return message, before, width
+        return message, ValuedEmitter(rows).call(ATEN.index.Tensor, before, [index]), width
     first = next(node for node in moves if node.target is UNPACK_DEQUANTIZE)
     message, width = first.args[:2]
     if source.target is not UNPACK_DEQUANTIZE:

@@ -20,7 +20,6 @@ from tests.equivalence.test_quantized_wire import (
 from tests.layers import FusedGateUp, GroupedExperts
 from tests.slow_parameters import slow_but
 
-
 WIRES = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
 
 
@@ -88,7 +87,7 @@ def layer_of_two_products(x, w1, w2, offs, gradient, recipe, element):
 
 
 def summed(carried, left, right):
-    """Return the error of a product over rows in bfloat16, of which one side is off by `carried`."""
+    """Return the error of a product over rows, of which `carried` has what one side is off by."""
     terms, off = left.abs() @ right.abs(), carried[0].abs() @ carried[1].abs()
     return off + (ROUNDED + left.shape[1] * 2.0**-23) * (terms + off)
 

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_graphs
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.edit import GIVEN
 from moe_compile.graph.query import is_wait, tensor_of
 from moe_compile.ops.quantized_rows import UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE
 from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS, QUANTIZE_WEIGHT
@@ -49,6 +50,7 @@ def test_rows_and_gradients_that_arrive_are_fed_and_messages_are_kept(fake_ranks
     fed, back = called(forward, MESSAGE_ROWS), called(backward, MESSAGE_ROWS)
     assert len(fed) == len(back) == chunks  # gate and up read one
     assert all(is_wait(node.args[0]) for node in (*fed, *back))
+    assert not any(GIVEN in node.meta for node in (*fed, *back))  # of the calls that they were
     assert len(called(forward, QUANTIZE_ROWS)) == chunks  # what the down projection reads
     assert len(unpacked(forward)) == 1
     given = (tensor_of(n) for n in backward.find_nodes(op="placeholder"))

@@ -83,11 +83,18 @@ class Named(GroupedExperts):
         return torch.zeros_like(out).index_copy(0, perm, out)
 
 
-WHOLE = [(Centred, {}), (Named, {}), (FusedGateUp, {}), (GroupedExperts, {"batch_parts": 2})]
+GATHERED = {"dispatch": "all_gather", "equal_tokens": True}
+FORMS_OF_REGIONS = [
+    (Centred, {}),
+    (GroupedExperts, GATHERED),
+    (Named, {}),
+    (FusedGateUp, {}),
+    (GroupedExperts, {"batch_parts": 2}),
+]
 
 
-@pytest.mark.parametrize(("style", "options"), slow_but(WHOLE[:2], WHOLE))
-def test_a_region_needs_no_proof_and_any_name_of_the_product(fake_ranks, style, options):
+@pytest.mark.parametrize(("style", "options"), slow_but(FORMS_OF_REGIONS[:2], FORMS_OF_REGIONS))
+def test_products_of_every_form_of_a_region_are_found(fake_ranks, style, options):
     gm, applied, left, _ = rewritten(layer(style, fake_ranks), **options)
     ours, others = products(gm.graph)
     assert ours and applied and (others, left) == ([], [])
