@@ -6,7 +6,7 @@ Contract
               these are not dequantised and quantised once more, which saves one rounding of each.
 
     quantize_rows(unpack(m))                  ->  message_rows(m)
-    quantize_rows(unpack(m)[p])               ->  message_rows(m, p)
+    quantize_rows(unpack(m)[p])               ->  message_rows(m, p); slices of rows alike
     quantize_rows(unpack(m)[i][p])            ->  message_rows(m, i[p])
     quantize_rows(cat(unpack(a), zeros)[p])   ->  message_rows(cat(a, zeros), p)
 
@@ -19,7 +19,7 @@ kept in place of the rows. Weights that the backward pass quantises are not quan
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import torch.fx as fx
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from moe_compile.graph.edit import ValuedEmitter, call_otherwise, erase_unused
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import argument_of, is_of_backward
-from moe_compile.graph.row_moves import ATEN, row_gather
+from moe_compile.graph.row_moves import ATEN, SLICE, row_gather, run_of_rows, zero_rows
 from moe_compile.journal.entries import PassReport
 from moe_compile.ops.quantized_rows import UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE
 from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS, QUANTIZE_WEIGHT
@@ -51,70 +51,90 @@ class FeedProducts(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Feed all products whose rows are moved, and nothing more, since they arrived."""
         del state
-        fed: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
-        for node in graph.find_nodes(op="call_function", target=QUANTIZE_ROWS):
-            if moves := _moves_of(node):
-                fed.setdefault(moves, []).append(node)
-        for moves, nodes in fed.items():
-            message, index, width = _message_of(moves)
-            for node in nodes:
-                call_otherwise(node, MESSAGE_ROWS, message, index, width)
-            if not erase_unused(reversed(moves)):
-                _unpack_in_backward(moves)
+        quantised = graph.find_nodes(op="call_function", target=QUANTIZE_ROWS)
+        fed = {node: moves for node in quantised if (moves := _moves_of(node))}
+        messages = _Messages()
+        for node in fed:
+            message, index, width = messages.of(node.args[0])
+            call_otherwise(node, MESSAGE_ROWS, message, index, width)
+        moved = {move for moves in fed.values() for move in moves}
+        in_order = [node for node in graph.nodes if node in moved]
+        erase_unused(in_order)
+        _unpack_in_backward([node for node in in_order if node.users])
         for node in graph.find_nodes(op="call_function", target=QUANTIZE_WEIGHT):
             if is_of_backward(node):
                 _compute_again([node, *node.users])
-        return PassReport(
-            pass_name=self.name, applied=tuple(n.name for nodes in fed.values() for n in nodes)
-        )
+        return PassReport(pass_name=self.name, applied=tuple(node.name for node in fed))
 
 
-def _moves_of(quantised: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the rows that are quantised and the nodes that move them since they arrived.
-
-    In this order, as many as there are: an expansion to their own size, a gather, a concatenation,
-    its parts. () for other rows.
-    """
+def _moves_of(quantised: fx.Node) -> list[fx.Node]:
+    """Return the nodes that moved the rows that are quantised since they arrived; [] for others."""
     recipe, element = argument_of(quantised, 1, "recipe"), argument_of(quantised, 2, "element")
-    first: Any = quantised.args[0]
     if recipe != "blockwise" or element not in (None, "e4m3"):
-        return ()
-    rows = _unexpanded(first)
-    gather = row_gather(rows)
-    source = rows if gather is None else gather[0]
-    is_message = source.target in UNPACKS
-    parts = [] if is_message else parts_of(source)
-    return () if parts is None else tuple(dict.fromkeys([first, rows, source, *parts]))
+        return []
+    moves: list[fx.Node] = [quantised.args[0]]  # type: ignore[list-item]
+    while (source := _moved_from(moves[-1])) is not None:
+        moves.append(source)
+    if moves[-1].target in UNPACKS:
+        return moves
+    parts = parts_of(moves[-1]) or []
+    zeros = [node for part in parts for node in zero_rows(part) or []]
+    return [*moves, *parts, *zeros] if parts else []
 
 
-def _unexpanded(rows: fx.Node) -> fx.Node:
-    """Return the rows that autograd expands to the size that they have, or `rows`."""
-    source: Any = rows.args[0] if rows.target is ATEN.expand.default else rows
-    return source if shape_of(source) == shape_of(rows) else rows
+def _moved_from(rows: fx.Node) -> fx.Node | None:
+    """Return the rows of which `rows` are some, in an order of their own, or None."""
+    if (gather := row_gather(rows)) is not None:
+        return gather[0]
+    if rows.target is SLICE:
+        return run_of_rows(rows)
+    source: Any = rows.args[0] if rows.target is ATEN.expand.default else None
+    return source if source is not None and shape_of(source) == shape_of(rows) else None
 
 
-def _message_of(moves: tuple[fx.Node, ...]) -> tuple[Any, Any, Any]:
-    """Return the message that holds moved rows, their index in it or None, and their width."""
-    rows = _unexpanded(moves[0])
-    gather = row_gather(rows)
-    source, index = (rows, None) if gather is None else gather
-    if source.target is UNPACK_DEQUANTIZE_PERMUTE:
-        message, before, width = source.args[:3]
-        if index is None:
+@dataclass(slots=True)
+class _Messages:
+    """Messages that hold moved rows; one is made for all products that read the same rows."""
+
+    known: dict[fx.Node, tuple[Any, Any, Any]] = field(default_factory=dict)
+
+    def of(self, rows: Any) -> tuple[Any, Any, Any]:
+        """Return the message that holds `rows`, their index in it or None, and their width."""
+        if rows not in self.known:
+            self.known[rows] = self._find(rows)
+        return self.known[rows]
+
+    def _find(self, rows: fx.Node) -> tuple[Any, Any, Any]:
+        if rows.target in UNPACKS:
+            message, *index, width, _ = rows.args
+            return message, next(iter(index), None), width
+        if (source := _moved_from(rows)) is None:
+            parts = parts_of(rows) or []
+            first = next(part for part in parts if part.target is UNPACK_DEQUANTIZE)
+            return join_messages(rows, parts, first.args[0]), None, first.args[1]
+        (message, before, width), emit = self.of(source), ValuedEmitter(rows)
+        if (gather := row_gather(rows)) is not None:
+            index = gather[1]
+            if before is not None:
+                index = emit.call(ATEN.index.Tensor, before, [index])
+            return message, index, width
+        if rows.target is not SLICE:
             return message, before, width
-        return message, ValuedEmitter(rows).call(ATEN.index.Tensor, before, [index]), width
-    first = next(node for node in moves if node.target is UNPACK_DEQUANTIZE)
-    message, width = first.args[:2]
-    if source.target is not UNPACK_DEQUANTIZE:
-        message = join_messages(source, parts_of(source) or [], message)
-    return message, index, width
+        if before is None:
+            return emit.call(SLICE, message, *rows.args[1:]), None, width
+        return message, emit.call(SLICE, before, *rows.args[1:]), width
 
 
-def _unpack_in_backward(moves: tuple[fx.Node, ...]) -> None:
-    """Have the backward pass make moved rows anew, where nothing of the forward reads them."""
-    readers = dict.fromkeys(user for node in moves for user in node.users if user not in moves)
-    if all(map(is_of_backward, readers)):
-        _compute_again([*moves, *filter(is_view, readers)])
+def _unpack_in_backward(moved: list[fx.Node]) -> None:
+    """Have the backward pass make those of `moved` rows anew that nothing of the forward reads."""
+    kept = set[fx.Node]()
+    for node in reversed(moved):
+        others = (user for user in node.users if user not in moved)
+        is_read = not all(map(is_of_backward, others))
+        if is_read or not kept.isdisjoint(node.users):
+            kept.add(node)
+        elif not is_of_backward(node):
+            _compute_again([node, *filter(is_view, node.users)])
 
 
 def _compute_again(nodes: Iterable[fx.Node]) -> None:

@@ -77,6 +77,27 @@ def test_rows_of_padding_are_rows_of_a_message(fake_ranks):
     assert unpacked(forward) == []
 
 
+class Cut(GroupedExperts):
+    """Its products take a run of the rows, as chunks of torchtitan's padded rows do."""
+
+    def experts(self, rows, received):
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
+        x = torch.cat([rows, rows.new_zeros((8, rows.shape[1]))])
+        x = x[torch.cat([perm, perm.new_full((8,), -1)])]
+        gate = F.silu(torch._grouped_mm(x[:-8], self.w1, offs=offs))
+        out = torch._grouped_mm(gate * torch._grouped_mm(x[:-8], self.w3, offs=offs), self.w2, offs)
+        return torch.zeros_like(out).index_copy(0, perm, out)
+
+
+def test_runs_of_rows_are_runs_of_their_index(fake_ranks):
+    """Two products cut the same rows, each for itself."""
+    forward, backward = traced(layer(fake_ranks, Cut), chunks=1, dispatch_wire="fp8")
+    (fed,) = called(forward, MESSAGE_ROWS)
+    assert fed.args[1].target is torch.ops.aten.slice.Tensor
+    assert unpacked(forward) == [] and len(unpacked(backward)) == 1
+
+
 class Doubled(GroupedExperts):
     """Something else of the forward reads the rows that arrive."""
 
