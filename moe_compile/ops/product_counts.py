@@ -18,6 +18,8 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from moe_compile.ops.scaled_products import SCALED_GROUPED_MM
+
 GROUPED: Final = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 """Operators of `torch.ops.aten`; a torch may have fewer."""
 BY_GROUP: Final = 3
@@ -40,10 +42,21 @@ def grouped_product_flops(
     return 2 * rows * left[-1] * columns
 
 
+def scaled_product_flops(
+    rows: Sequence[int], row_scales: object, weight: Sequence[int], *_: object, **_options: object
+) -> int:
+    """Return operations of our product in eight bits; scales are not counted, as torch does not."""
+    del row_scales
+    return grouped_product_flops(rows, weight)
+
+
 def count_grouped_products() -> None:
     """Register formulas for grouped products that have none."""
-    for name in GROUPED:
-        packet: Any = getattr(torch.ops.aten, name, None)
+    formulas: dict[Any, Callable[..., int]] = {
+        getattr(torch.ops.aten, name, None): grouped_product_flops for name in GROUPED
+    }
+    formulas[SCALED_GROUPED_MM.overloadpacket] = scaled_product_flops
+    for packet, formula in formulas.items():
         if packet is not None and packet not in flop_registry:
             register: Callable[[Any], Any] = register_flop_formula(packet)
-            register(grouped_product_flops)
+            register(formula)

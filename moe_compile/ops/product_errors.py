@@ -30,9 +30,16 @@ from typing import Final
 
 import torch
 
-from moe_compile.ops.product_formats import ELEMENTS, Element, format_of
+from moe_compile.ops.product_formats import (
+    ELEMENTS,
+    Element,
+    blocks_along,
+    format_of,
+    scales_of_rows,
+    scales_of_weight,
+)
 from moe_compile.ops.scaled_products import quantize_rows, quantize_weight
-from moe_compile.ops.wire_format import BLOCK, num_blocks
+from moe_compile.ops.wire_format import BLOCK
 
 IN_FLOAT32: Final = 2.0**-24
 IN_TENSOR_CORES: Final = 2.0**-13
@@ -58,20 +65,15 @@ def product_error_bound(
     chosen = format_of(recipe)
     _, row_scales = quantize_rows(rows_RK, recipe, element)
     _, weight_scales = quantize_weight(weight_KN[None], recipe)
-    of_rows, of_weight = row_scales.double(), weight_scales[0].double()
-    if chosen.row_block is None:
-        of_rows = of_rows[:, None]
-    else:
-        of_rows = of_rows.repeat_interleave(BLOCK, 1)[:, : rows_RK.shape[1]]
-        of_weight = of_weight.repeat_interleave(BLOCK, 0)[: rows_RK.shape[1]]
-        of_weight = of_weight.repeat_interleave(BLOCK, 1)[:, : weight_KN.shape[1]]
+    width, columns = weight_KN.shape
+    of_rows = scales_of_rows(row_scales, chosen, width).double()
+    of_weight = scales_of_weight(weight_scales[0], chosen, width, columns).double()
     a, b = rows_RK.double().abs(), weight_KN.double().abs()
     most = (a + _error(a, of_rows, ELEMENTS[element])) @ (
         b + _error(b, of_weight, ELEMENTS["e4m3"])
     )
-    width = rows_RK.shape[1]
     summed = (BLOCK * unit + (width + 3) * IN_FLOAT32) * most
-    found = most - a @ b + summed + num_blocks(width) * TINY
+    found = most - a @ b + summed + blocks_along(width, chosen.row_block) * TINY
     half_unit = torch.finfo(dtype).eps / 2
     return found + half_unit * (most + found) + torch.finfo(dtype).smallest_normal * half_unit
 

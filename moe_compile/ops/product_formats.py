@@ -11,6 +11,10 @@ Contract
     recipe      rows                 weight               source
     rowwise     one scale per row    one per column       torch's `_scaled_grouped_mm` on sm_90
     blockwise   1 x 128              128 x 128            DeepSeek-V3, section 3.3.2 of its report
+    mxfp8       1 x 32               32 x 1               OCP Microscaling Formats 1.0
+
+Scales of mxfp8 are powers of two: a / largest rounded up, so that no payload is cut ("Recipes for
+pre-training LLMs with MXFP8", 2506.08027). It has a reference and no kernel yet.
 
 Shapes: R rows, K columns in, N columns out, E experts; a weight is `[E, K, N]`.
 """
@@ -23,7 +27,7 @@ from typing import Final
 
 import torch
 
-from moe_compile.ops.wire_format import BLOCK
+from moe_compile.ops.wire_format import BLOCK, E4M3_MAX
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +50,7 @@ class Element:
 
 ELEMENTS: Final[Mapping[str, Element]] = {
     "e4m3": Element(
-        dtype=torch.float8_e4m3fn, largest=448.0, half_unit=2.0**-4, half_step=2.0**-10
+        dtype=torch.float8_e4m3fn, largest=E4M3_MAX, half_unit=2.0**-4, half_step=2.0**-10
     ),
     "e5m2": Element(
         dtype=torch.float8_e5m2, largest=57344.0, half_unit=2.0**-3, half_step=2.0**-17
@@ -72,6 +76,9 @@ class ProductFormat:
     """What must divide K and N."""
     capability: tuple[int, int]
     """Compute capability of the first NVIDIA GPU whose tensor cores multiply it."""
+    scale: torch.dtype = torch.float32
+    has_kernel: bool = True
+    """Whether something here multiplies it on a GPU."""
 
 
 FORMATS: Final[Mapping[str, ProductFormat]] = {
@@ -93,6 +100,17 @@ FORMATS: Final[Mapping[str, ProductFormat]] = {
         multiple=1,
         capability=(9, 0),
     ),
+    "mxfp8": ProductFormat(
+        name="mxfp8",
+        row_block=32,
+        weight_block=(32, 1),
+        elements=("e4m3", "e5m2"),
+        results=(torch.bfloat16, torch.float16, torch.float32),
+        multiple=32,
+        capability=(10, 0),
+        scale=torch.float8_e8m0fnu,
+        has_kernel=False,
+    ),
 }
 """Recipes by name."""
 ROW_AFTER_ROW: Final = torch.contiguous_format
@@ -104,6 +122,23 @@ def format_of(recipe: str) -> ProductFormat:
     if recipe not in FORMATS:
         raise ValueError(f"recipes are {', '.join(FORMATS)}; there is none named {recipe!r}")
     return FORMATS[recipe]
+
+
+def refusal(chosen: ProductFormat, capability: tuple[int, int]) -> str | None:
+    """Return why a GPU of some compute capability does not multiply a format; None if it does."""
+    there = [
+        one.name for one in FORMATS.values() if one.capability <= capability and one.has_kernel
+    ]
+    instead = f"write {' or '.join(there)}" if there else "no recipe runs on it"
+    least, found = (".".join(map(str, version)) for version in (chosen.capability, capability))
+    if capability < chosen.capability:
+        return (
+            f"products of recipe {chosen.name!r} need the tensor cores of compute capability "
+            f"{least}, and this GPU has {found}: {instead}"
+        )
+    if not chosen.has_kernel:
+        return f"there is no kernel for products of recipe {chosen.name!r} yet: {instead}"
+    return None
 
 
 def element_of(chosen: ProductFormat, name: str) -> Element:
@@ -121,7 +156,10 @@ def blocks_along(size: int, block: int | None) -> int:
 
 
 def quantized(
-    values: torch.Tensor, dims: Sequence[int], element: Element
+    values: torch.Tensor,
+    dims: Sequence[int],
+    element: Element,
+    scale: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return payload and scales of float32 `values`; those along `dims` share a scale.
 
@@ -129,7 +167,12 @@ def quantized(
     """
     amax = values.abs().amax(list(dims), keepdim=True).clamp_min(element.least_maximum)
     largest = torch.full_like(amax, element.largest)  # by a number, torch multiplies by 1 / amax
-    return (values * (largest / amax)).to(element.dtype), amax / largest
+    if scale is torch.float32:
+        return (values * (largest / amax)).to(element.dtype), amax / largest
+    mantissa, exponent = torch.frexp(amax / largest)  # of a power of two the mantissa is a half
+    power = torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).int())
+    power = torch.where(amax.isfinite(), power, torch.nan)
+    return (values / power).to(element.dtype), power.to(scale)
 
 
 def quantized_rows(
@@ -138,12 +181,12 @@ def quantized_rows(
     """Return the payload `[R, K]` of rows, and scales `[R]` or, in blocks, `[R, blocks]`."""
     num_rows, width = rows_RK.shape
     if chosen.row_block is None:
-        payload, scales = quantized(rows_RK.float(), [1], element)
+        payload, scales = quantized(rows_RK.float(), [1], element, chosen.scale)
         return payload, scales.reshape(num_rows)
     blocks = blocks_along(width, chosen.row_block)
     filled = _filled(rows_RK, 1, blocks * chosen.row_block)
     by_block = filled.float().reshape(num_rows, blocks, chosen.row_block)
-    payload, scales = quantized(by_block, [2], element)
+    payload, scales = quantized(by_block, [2], element, chosen.scale)
     whole = payload.reshape(num_rows, blocks * chosen.row_block)
     return whole[:, :width].clone(memory_format=ROW_AFTER_ROW), scales.reshape(num_rows, blocks)
 
@@ -159,12 +202,12 @@ def quantized_weight(
     element = ELEMENTS["e4m3"]
     deep, wide = chosen.weight_block
     if deep is None:
-        payload, scales = quantized(weight_EKN.float(), [1], element)
+        payload, scales = quantized(weight_EKN.float(), [1], element, chosen.scale)
         return by_columns(payload), scales.reshape(experts, columns)
     down, across = blocks_along(width, deep), blocks_along(columns, wide)
     filled = _filled(_filled(weight_EKN, 1, down * deep), 2, across * wide)
     by_block = filled.float().reshape(experts, down, deep, across, wide)
-    payload, scales = quantized(by_block, [2, 4], element)
+    payload, scales = quantized(by_block, [2, 4], element, chosen.scale)
     whole = payload.reshape(experts, down * deep, across * wide)
     return by_columns(whole[:, :width, :columns]), scales.reshape(experts, down, across)
 
@@ -174,26 +217,22 @@ def by_columns(weight_EKN: torch.Tensor) -> torch.Tensor:
     return weight_EKN.transpose(1, 2).clone(memory_format=ROW_AFTER_ROW).transpose(1, 2)
 
 
-def dequantized_rows(
-    payload_RK: torch.Tensor, scales: torch.Tensor, chosen: ProductFormat
-) -> torch.Tensor:
-    """Return float32 rows `[R, K]`."""
+def scales_of_rows(scales: torch.Tensor, chosen: ProductFormat, width: int) -> torch.Tensor:
+    """Return float32 scales that multiply rows `[R, width]`: `[R, 1]` or `[R, width]`."""
     if chosen.row_block is None:
-        return payload_RK.float() * scales[:, None]
-    by_column = scales.repeat_interleave(chosen.row_block, 1)[:, : payload_RK.shape[1]]
-    return payload_RK.float() * by_column
+        return scales.float()[:, None]
+    return scales.float().repeat_interleave(chosen.row_block, 1)[:, :width]
 
 
-def dequantized_weight(
-    payload_KN: torch.Tensor, scales: torch.Tensor, chosen: ProductFormat
+def scales_of_weight(
+    scales: torch.Tensor, chosen: ProductFormat, width: int, columns: int
 ) -> torch.Tensor:
-    """Return the float32 weight `[K, N]` of an expert with scales `[N]` or `[blocks, blocks]`."""
+    """Return float32 scales that multiply one expert's weight: `[N]` or `[width, columns]`."""
     deep, wide = chosen.weight_block
     if deep is None:
-        return payload_KN.float() * scales
-    width, columns = payload_KN.shape
-    down = scales.repeat_interleave(deep, 0)[:width]
-    return payload_KN.float() * down.repeat_interleave(wide, 1)[:, :columns]
+        return scales.float()
+    down = scales.float().repeat_interleave(deep, 0)[:width]
+    return down.repeat_interleave(wide, 1)[:, :columns]
 
 
 def _filled(values: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -24,10 +24,9 @@ from typing import Any, Final
 
 import torch
 
+from moe_compile.ops.product_formats import ELEMENTS, quantized
 from moe_compile.ops.wire_format import (
-    AMAX_MIN,
     BLOCK,
-    E4M3_MAX,
     SCALE_BYTES,
     num_blocks,
     payload_bytes,
@@ -73,11 +72,9 @@ def pack_rows(rows_SD: torch.Tensor, index_R: torch.Tensor | None = None) -> tor
     if filled:  # not by F.pad: of a sum of numbers that a host reads, it asks what it is
         values_RD = torch.cat([rows_RD, rows_RD.new_zeros((num_rows, filled))], dim=1)
     values_RB = values_RD.float().reshape(num_rows, num_blocks(width), BLOCK)
-    amax_RB = values_RB.abs().amax(-1).clamp_min(AMAX_MIN)
-    largest_RB = torch.full_like(amax_RB, E4M3_MAX)  # by a number, torch multiplies by 1 / amax
-    payload = (values_RB * (largest_RB / amax_RB).unsqueeze(-1)).to(torch.float8_e4m3fn)
+    payload, scales_RB = quantized(values_RB, [2], ELEMENTS["e4m3"])
     payload_RD = payload.view(torch.uint8).reshape(num_rows, width + filled)
-    scales = (amax_RB / largest_RB).reshape(-1).view(torch.uint8)
+    scales = scales_RB.reshape(-1).view(torch.uint8)
     scales_RM = scales.reshape(num_rows, SCALE_BYTES * num_blocks(width))
     return torch.cat([payload_RD[:, : payload_bytes(width)], scales_RM], dim=1)
 

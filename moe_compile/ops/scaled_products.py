@@ -17,6 +17,7 @@ Shapes: R rows, K columns in, N columns out, E experts, M = row_bytes(K); `recip
     recipe      scales of rows    scales of a weight
     rowwise     [R]               [E, N]
     blockwise   [R, K / 128]      [E, K / 128, N / 128], rounded up
+    mxfp8       [R, K / 32]       [E, K / 32, N]
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from typing import Any, Final
 
 import torch
 
+from moe_compile.hardware.chip_limits import capability_of
 from moe_compile.ops.product_formats import (
     ELEMENTS,
     ROW_AFTER_ROW,
     ProductFormat,
     blocks_along,
-    dequantized_rows,
-    dequantized_weight,
     element_of,
     format_of,
     quantized_rows,
     quantized_weight,
+    refusal,
+    scales_of_rows,
+    scales_of_weight,
 )
 from moe_compile.ops.quantized_rows import HAS_KERNELS, check_message
 from moe_compile.ops.wire_format import num_blocks, payload_bytes
@@ -78,7 +81,7 @@ UNQUANTIZED: Final = (torch.bfloat16, torch.float16, torch.float32)
 def quantize_rows(
     rows_RK: torch.Tensor, recipe: str, element: str = "e4m3"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the payload `[R, K]` of rows and their float32 scales.
+    """Return the payload `[R, K]` of rows and their scales.
 
     Raises ValueError for rows that are no matrix of floating-point numbers, for a recipe that
     there is not, and for a type of elements that it has not.
@@ -89,7 +92,7 @@ def quantize_rows(
 
 
 def quantize_weight(weight_EKN: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the payload `[E, K, N]`, e4m3, of a weight and its float32 scales.
+    """Return the payload `[E, K, N]`, e4m3, of a weight and its scales.
 
     The product with the transposed weight, for the gradient of rows, takes the weight transposed
     and quantised: its scales are those of its own columns, and its memory runs along them.
@@ -134,9 +137,10 @@ def scaled_grouped_mm(
     for expert, end in enumerate(offs.tolist()):
         if end > start:
             group = slice(start, end)
-            by = dequantized_weight(weight[expert], weight_scales[expert], chosen)
-            wide = dequantized_rows(rows[group], row_scales[group], chosen)
-            products[group] = (wide @ by).to(dtype)
+            by = scales_of_weight(weight_scales[expert], chosen, *weight.shape[1:])
+            of_rows = scales_of_rows(row_scales[group], chosen, rows.shape[1])
+            wide = (rows[group].float() * of_rows) @ (weight[expert].float() * by)
+            products[group] = wide.to(dtype)
         start = end
     return products
 
@@ -190,10 +194,11 @@ def _check_scales(
         of_row = [blocks_along(width, chosen.row_block)]
         of_weight = [experts, blocks_along(width, deep), blocks_along(columns, wide)]
     found = [*row_scales.shape[1:]], [*weight_scales.shape]
-    if found != (of_row, of_weight) or {row_scales.dtype, weight_scales.dtype} != {torch.float32}:
+    if found != (of_row, of_weight) or {row_scales.dtype, weight_scales.dtype} != {chosen.scale}:
         raise ValueError(
-            f"scales of recipe {chosen.name!r} are float32 {['R', *of_row]} and {of_weight}, not "
-            f"{row_scales.dtype} {[*row_scales.shape]} and {weight_scales.dtype} {found[1]}"
+            f"scales of recipe {chosen.name!r} are {chosen.scale}, {['R', *of_row]} and "
+            f"{of_weight}, not {row_scales.dtype} {[*row_scales.shape]} and "
+            f"{weight_scales.dtype} {found[1]}"
         )
 
 
@@ -270,18 +275,19 @@ def _fake_quantize_rows(
     if chosen.row_block is not None:
         of_row = [blocks_along(int(rows.shape[1]), chosen.row_block)]
     payload = rows.new_empty(rows.shape, dtype=element_of(chosen, element).dtype)
-    return payload, rows.new_empty((rows.shape[0], *of_row), dtype=torch.float32)
+    return payload, rows.new_empty((rows.shape[0], *of_row), dtype=chosen.scale)
 
 
 def _fake_quantize_weight(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
     _check_floating(weight, "a weight", 3)
     experts, width, columns = (int(size) for size in weight.shape)
-    deep, wide = format_of(recipe).weight_block
+    chosen = format_of(recipe)
+    deep, wide = chosen.weight_block
     of_weight = [experts, columns]
     if deep is not None:
         of_weight = [experts, blocks_along(width, deep), blocks_along(columns, wide)]
     payload = weight.new_empty((experts, columns, width), dtype=ELEMENTS["e4m3"].dtype)
-    return payload.transpose(1, 2), weight.new_empty(of_weight, dtype=torch.float32)
+    return payload.transpose(1, 2), weight.new_empty(of_weight, dtype=chosen.scale)
 
 
 def _fake_message_rows(
@@ -306,18 +312,26 @@ def _fake_product(
     return rows.new_empty((rows.shape[0], weight.shape[2]), dtype=dtype)
 
 
+def _format_on(device: torch.device, recipe: str) -> ProductFormat:
+    """Return the format of a recipe. Raises ValueError where the GPU has no kernel for it."""
+    chosen, capability = format_of(recipe), capability_of(device)
+    if capability is not None and (why := refusal(chosen, capability)):
+        raise ValueError(why)
+    return chosen
+
+
 def _rows_by_kernel(
     rows: torch.Tensor, recipe: str, element: str = "e4m3"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_floating(rows, "a matrix of rows", 2)
-    chosen = format_of(recipe)
+    chosen = _format_on(rows.device, recipe)
     by_kernel = quantize_whole if chosen.row_block is None else quantize_blocks
     return by_kernel(rows, element_of(chosen, element))
 
 
 def _weight_by_kernel(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
     _check_floating(weight, "a weight", 3)
-    if format_of(recipe).row_block is not None:
+    if _format_on(weight.device, recipe).row_block is not None:
         return quantize_squares(weight)
     experts, width, columns = weight.shape
     payload, scales = quantize_whole(
@@ -342,8 +356,8 @@ def _product_by_kernel(
     recipe: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    chosen = check_product(rows, row_scales, weight, weight_scales, offs, recipe, dtype)
-    if chosen.row_block is not None:
+    check_product(rows, row_scales, weight, weight_scales, offs, recipe, dtype)
+    if _format_on(rows.device, recipe).row_block is not None:
         return grouped_product(rows, row_scales, weight, weight_scales, offs, dtype)
     if not rows.shape[0]:
         return rows.new_empty((0, weight.shape[2]), dtype=dtype)

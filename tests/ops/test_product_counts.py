@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import moe_compile.backend  # noqa: F401  (it registers them)
 from moe_compile.ops.product_counts import count_grouped_products
+from moe_compile.ops.scaled_products import GROUPED_MM_FP8
 
 ROWS, IN, OUT, GROUPS = 48, 16, 32, 3
 ONE = 2 * ROWS * IN * OUT
@@ -58,6 +59,13 @@ def test_products_of_scaled_eight_bit_rows_count_alike():
         offsets = torch.zeros(GROUPS, dtype=torch.int32)
         torch._scaled_grouped_mm(rows, weights, *scales, offs=offsets, out_dtype=torch.bfloat16)
     assert counter.get_total_flops() == ONE
+
+
+@pytest.mark.parametrize("gradient", ["bf16", "e4m3"])
+def test_our_products_in_eight_bits_count_alike(gradient):
+    rows, weights = torch.randn(ROWS, IN), torch.randn(GROUPS, IN, OUT)
+    product = lambda a, w: GROUPED_MM_FP8(a, w, OFFSETS, "rowwise", gradient)  # noqa: E731
+    assert counted(product, rows, weights) == (ONE, 3 * ONE)
 
 
 @pytest.mark.parametrize("name", ["_grouped_mm", "_scaled_grouped_mm"])

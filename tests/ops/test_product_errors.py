@@ -29,7 +29,9 @@ def found_and_exact(rows, weight, recipe, element, dtype):
 def test_no_element_is_further_from_the_exact_product(way, sizes, exponents, is_wide, seed):
     """Of numbers some of which are subnormal in their block; float64 counts as exact."""
     own, (recipe, element) = torch.Generator().manual_seed(seed), way
-    num_rows, width, columns = sizes[0], 16 * sizes[1], 16 * sizes[2]
+    chosen = FORMATS[recipe]
+    step = max(chosen.multiple, 16)
+    num_rows, width, columns = sizes[0], step * sizes[1], step * sizes[2]
     low, spread = exponents
 
     def draw(*shape):
@@ -37,7 +39,7 @@ def test_no_element_is_further_from_the_exact_product(way, sizes, exponents, is_
         return torch.randn(*shape, generator=own) * torch.exp2(exponents)
 
     rows, weight = draw(num_rows, width).bfloat16(), draw(width, columns).bfloat16()
-    dtype = torch.float32 if is_wide and recipe == "blockwise" else torch.bfloat16
+    dtype = chosen.results[-1 if is_wide else 0]
     found, exact = found_and_exact(rows, weight, recipe, element, dtype)
     bound = product_error_bound(rows, weight, recipe, element=element, dtype=dtype)
     assert ((found.double() - exact).abs() <= bound).all()

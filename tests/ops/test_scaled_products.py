@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_compile.ops.product_formats import FORMATS
+from moe_compile.ops.product_formats import FORMATS, refusal
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE
 from moe_compile.ops.scaled_products import (
     GROUPED_MM_FP8,
@@ -102,6 +102,33 @@ def test_a_square_of_a_weight_has_one_scale_if_blockwise():
         torch.testing.assert_close(near, square, rtol=2**-4, atol=2**-9 * largest.max().item())
 
 
+def test_scales_of_mxfp8_are_the_least_powers_of_two_that_cut_nothing():
+    rows = torch.zeros(6, 32)
+    rows[:, 3] = torch.tensor([448.0, 449.0, -1.0, torch.inf, torch.nan, 3e38])
+    payload, scales = QUANTIZE_ROWS(rows, "mxfp8")
+    assert scales.dtype is torch.float8_e8m0fnu and scales.shape == (6, 1)
+    assert scales.float()[[0, 1, 2, 5], 0].tolist() == [1.0, 2.0, 2.0**-8, 2.0**120]
+    assert scales.float()[3:5].isnan().all() and payload[3:5].float().isnan().all()
+    assert payload[:3, 3].float().tolist() == [448.0, 224.0, -256.0]
+    _, scales = QUANTIZE_WEIGHT(drawn(2, 64, 96), "mxfp8")
+    assert scales.shape == (2, 2, 96)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "says"),
+    [
+        ("rowwise", (9, 0), None),
+        ("blockwise", (9, 0), None),
+        ("blockwise", (8, 9), "compute capability 9.0, and this GPU has 8.9: no recipe runs"),
+        ("mxfp8", (9, 0), "10.0, and this GPU has 9.0: write rowwise or blockwise"),
+        ("mxfp8", (10, 0), "no kernel for products of recipe 'mxfp8' yet: write rowwise or"),
+    ],
+)
+def test_a_gpu_that_does_not_multiply_a_format_is_told_why(recipe, capability, says):
+    why = refusal(FORMATS[recipe], capability)
+    assert (why is None) == (says is None) and (says or "") in (why or "")
+
+
 @RECIPES
 def test_a_weights_payload_runs_along_what_is_summed(recipe):
     weight = drawn(2, 160, 288)
@@ -125,14 +152,14 @@ def test_products_are_those_of_the_dequantised_operands(recipe, counts):
     offs, rows, weight = ends(*counts), drawn(131, 288), drawn(4, 288, 160)
     payload, row_scales, by, by_scales = operands(rows, weight, recipe)
     found = product(rows, weight, offs, recipe).double()
-    by_column = lambda s, width: s.double().repeat_interleave(BLOCK, -1)[..., :width]  # noqa: E731
+    block, square = {"rowwise": (288, 1), "blockwise": (128, 128), "mxfp8": (32, 1)}[recipe]
+    row_scales, by_scales = row_scales.double().view(131, -1), by_scales.double()
+    by_scales = by_scales.view(4, row_scales.shape[1], -1)
     for expert, group in in_groups(offs):
-        if recipe == "rowwise":
-            a = payload[group].double() * row_scales[group, None].double()
-            b = by[expert].double() * by_scales[expert].double()
-        else:
-            a = payload[group].double() * by_column(row_scales[group], 288)
-            b = by[expert].double() * by_column(by_column(by_scales[expert], 160).T, 288).T
+        a, b = payload[group].double(), by[expert].double()
+        for k in range(288):
+            a[:, k] *= row_scales[group, k // block]
+            b[k] *= by_scales[expert, k // block].repeat_interleave(square)[:160]
         bound = 2.0**-8 * (a @ b).abs() + 288 * 2.0**-23 * (a.abs() @ b.abs())
         assert ((found[group] - a @ b).abs() <= bound).all()
     assert not found[int(offs[-1]) :].any()
@@ -140,7 +167,7 @@ def test_products_are_those_of_the_dequantised_operands(recipe, counts):
 
 @RECIPES
 def test_no_row_behind_the_groups_is_read(recipe):
-    rows, weight, offs = drawn(7, 32), drawn(2, 32, 48), ends(2, 3)
+    rows, weight, offs = drawn(7, 32), drawn(2, 32, 64), ends(2, 3)
     poisoned = rows.clone()
     poisoned[5:] = torch.nan
     found = product(poisoned, weight, offs, recipe)
@@ -168,13 +195,13 @@ def test_zeros_have_a_scale_and_their_product_is_zero(recipe):
     rows, weight, offs = drawn(4, 256), drawn(2, 256, 256), ends(2, 2)
     rows[1], weight[1] = 0, 0
     payload, row_scales, by, by_scales = operands(rows, weight, recipe)
-    assert (row_scales[1] == AMAX_MIN / 448).all() and (by_scales[1] == AMAX_MIN / 448).all()
+    for scales in (row_scales[1], by_scales[1]):
+        assert (scales.float() == AMAX_MIN / 448).all()
     found = SCALED_GROUPED_MM(payload, row_scales, by, by_scales, offs, recipe, torch.bfloat16)
     assert not found[1:].any() and found[0].all()
-    none = SCALED_GROUPED_MM(  # a message of zeros has scales of zero
-        payload, 0 * row_scales, by, by_scales, offs, recipe, torch.bfloat16
-    )
-    assert not none.any()
+    if recipe == "blockwise":  # a message of zeros has scales of zero
+        none = (payload, 0 * row_scales, by, by_scales)
+        assert not SCALED_GROUPED_MM(*none, offs, recipe, torch.bfloat16).any()
 
 
 def as_torchs(rows, weight, offs):
@@ -231,7 +258,7 @@ def test_a_program_with_any_number_of_rows_compiles_whole(recipe):
         rows = x[keep.nonzero().squeeze(1)]
         return GROUPED_MM_FP8(rows, weight, offs, recipe, "e4m3").sum()
 
-    kept, weight, offs = [], drawn(2, 32, 48).requires_grad_(), ends(2, 3)
+    kept, weight, offs = [], drawn(2, 32, 64).requires_grad_(), ends(2, 3)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for keep in (torch.tensor([1, 1, 0, 1, 1, 1, 0]), torch.tensor([0, 0, 1, 1, 1, 1, 1])):
         x = drawn(7, 32, seed=len(kept)).requires_grad_()
@@ -245,21 +272,21 @@ def test_a_program_with_any_number_of_rows_compiles_whole(recipe):
 
 
 def samples():
-    rows, weight, offs = drawn(5, 208), drawn(2, 208, 144), ends(2, 3)
+    rows, weight, offs = drawn(5, 224), drawn(2, 224, 160), ends(2, 3)
     message, index = GATHER_QUANTIZE_PACK(rows), torch.tensor([4, 0, -1])
-    all_of = {"rowwise": [], "blockwise": []}
-    for recipe in all_of:
+    for_all = []
+    for recipe in FORMATS:
         by = operands(rows, weight, recipe)
-        all_of[recipe] = [
+        for_all += [
             (QUANTIZE_ROWS, (rows, recipe)),
             (QUANTIZE_ROWS, (rows[:0], recipe)),
             (QUANTIZE_WEIGHT, (weight, recipe)),
             (QUANTIZE_WEIGHT, (weight.transpose(1, 2), recipe)),
             (SCALED_GROUPED_MM, (*by, offs, recipe, torch.bfloat16)),
         ]
-    messages = [(MESSAGE_ROWS, (message, i, 208)) for i in (None, index, index[:1], index[:0])]
+    messages = [(MESSAGE_ROWS, (message, i, 224)) for i in (None, index, index[:1], index[:0])]
     gradient = (QUANTIZE_ROWS, (rows, "blockwise", "e5m2"))
-    return [*all_of["rowwise"], *all_of["blockwise"], *messages, gradient]
+    return [*for_all, *messages, gradient]
 
 
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -288,7 +315,7 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize(
     ("op", "wrong", "says"),
     [
-        (QUANTIZE_ROWS, (ROWS, "columnwise"), "rowwise, blockwise"),
+        (QUANTIZE_ROWS, (ROWS, "columnwise"), "rowwise, blockwise, mxfp8"),
         (QUANTIZE_ROWS, (ROWS.long(), "rowwise"), "bfloat16, float16 or float32"),
         (QUANTIZE_ROWS, (ROWS[0], "rowwise"), "2 dimensions"),
         (QUANTIZE_ROWS, (ROWS, "rowwise", "e5m2"), "rows of recipe 'rowwise' are e4m3"),
