@@ -72,7 +72,7 @@ def _moves_of(quantised: fx.Node) -> list[fx.Node]:
     recipe, element = argument_of(quantised, 1, "recipe"), argument_of(quantised, 2, "element")
     if recipe != "blockwise" or element not in (None, "e4m3"):
         return []
-    moves: list[fx.Node] = [quantised.args[0]]  # type: ignore[list-item]
+    moves: list[fx.Node] = [quantised.args[0]]
     while (source := _moved_from(moves[-1])) is not None:
         moves.append(source)
     if moves[-1].target in UNPACKS:
