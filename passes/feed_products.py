@@ -38,6 +38,8 @@ from passes.contract import Fact, GraphPass
 from passes.fold_row_moves import join_messages, parts_of
 
 UNPACKS: Final = (UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE)
+SAME: Final = (ATEN.clone.default, ATEN.expand.default)
+"""Operators whose result is what they are given, where its size is."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def _moved_from(rows: fx.Node) -> fx.Node | None:
         return gather[0]
     if rows.target is SLICE:
         return run_of_rows(rows)
-    source: Any = rows.args[0] if rows.target is ATEN.expand.default else None
+    source: Any = rows.args[0] if rows.target in SAME else None
     return source if source is not None and shape_of(source) == shape_of(rows) else None
 
 
