@@ -7,15 +7,17 @@ For grouped products `[R, K] x [E, K, N]` of recipe "blockwise", rows spread eve
     roof     the longer of two times: 2 R K N operations at 1,979e12 a second, and the bytes of
              payloads, scales and results, each read or written once, at 3.35e12 a second
     tiles    what the kernel does: a tile of 128 x 128 for each 128 rows of a group, rounded up, in
-             waves of 132 programs. Each block of 128 columns of K takes a tensor core 512 cycles,
-             and, if nothing overlaps, 16,384 multiply-adds take the other units 128 cycles
+             waves of 132 programs. Each block of 128 columns of K takes the longer of two times:
+             512 cycles of a tensor core, with 128 for 16,384 multiply-adds where nothing overlaps;
+             and 845 cycles for 32 KiB of both operands to come from the L2 cache
 
 Origin: NVIDIA's data sheet of the H100 SXM has 1,979e12 operations in e4m3 (dense), 3.35e12 bytes
 and 132 multiprocessors. 128 multiply-adds of float32 a cycle and multiprocessor are of CUDA's
 programming guide, compute capability 9.0. 8,192 operations in eight bits a cycle and multiprocessor
-are twice the fp16 of NVIDIA's H100 whitepaper; with the peak they make a clock of 1.83 GHz. So
-`tiles` is at best 0.8 of the peak. It leaves out the start and end of a program, and the time until
-its first operands have come.
+are twice the fp16 of NVIDIA's H100 whitepaper; with the peak they make a clock of 1.83 GHz. The L2
+cache's 5,120 bytes a cycle are of NVIDIA's A100 whitepaper, and are assumed of the H100. So `tiles`
+is at best 0.61 of the peak, bound by the cache; a larger tile needs more registers than there are.
+It leaves out the start and end of a program, and the time until its first operands come.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ BYTES_PER_S: Final = 3.35e12
 MULTIPROCESSORS: Final = 132
 OPERATIONS_PER_CYCLE: Final = 8192
 MULTIPLY_ADDS_PER_CYCLE: Final = 128
+CACHE_BYTES_PER_CYCLE: Final = 5120
+"""Of all multiprocessors together."""
 CLOCK_HZ: Final = OPERATIONS_PER_S / MULTIPROCESSORS / OPERATIONS_PER_CYCLE
 RESULT_BYTES: Final = 2
 SCALE_BYTES: Final = 4
@@ -55,12 +59,13 @@ def roof_us(rows: int, width: int, columns: int, experts: int) -> float:
 
 
 def tiles_us(rows: int, width: int, columns: int, experts: int) -> float:
-    """Return the time of the kernel's waves of tiles if scaling never overlaps, microseconds."""
+    """Return the time of the kernel's waves of tiles, microseconds."""
     tiles = experts * math.ceil(rows / experts / BLOCK) * num_blocks(columns)
     multiplying = 2 * BLOCK**3 / OPERATIONS_PER_CYCLE
     scaling = BLOCK**2 / MULTIPLY_ADDS_PER_CYCLE
+    loading = 2 * BLOCK**2 * MULTIPROCESSORS / CACHE_BYTES_PER_CYCLE
     waves = math.ceil(tiles / MULTIPROCESSORS)
-    cycles = waves * num_blocks(width) * (multiplying + scaling)
+    cycles = waves * num_blocks(width) * max(multiplying + scaling, loading)
     return 1e6 * cycles / CLOCK_HZ
 
 

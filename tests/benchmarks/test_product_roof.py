@@ -12,9 +12,9 @@ def test_many_rows_are_bound_by_operations_and_few_by_bytes():
 
 
 def test_a_wave_of_tiles_takes_its_blocks_cycles():
-    """132 tiles of one block: 512 cycles to multiply and 128 to scale; one tile more is a wave."""
+    """132 tiles of one block: each loads 32 KiB; one tile more is a wave more."""
     one_wave = tiles_us(128 * 132, 128, 128, 1)
-    assert one_wave == pytest.approx(1e6 * 640 / CLOCK_HZ)
+    assert one_wave == pytest.approx(1e6 * 32768 * 132 / 5120 / CLOCK_HZ)
     assert tiles_us(128 * 132 + 1, 128, 128, 1) == pytest.approx(2 * one_wave)
     assert tiles_us(16, 128, 128, 16) == pytest.approx(one_wave)  # a row of a group has a tile
 

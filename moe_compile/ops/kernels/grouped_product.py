@@ -12,6 +12,7 @@ A program computes ROWS x COLUMNS elements of the result, all of one group:
         partial = rows[:, k] @ weight[k, :]                   tensor cores, float32
         sum     = sum + partial * (row_scale[:, k] * weight_scale[k, columns])
 
+Rows and columns of which 16 divides the length come 16 bytes at a time; others are right, and slow.
 A tile that its group does not fill repeats the group's last row and stores it no second time, so
 that no load of rows has a mask. Tiles are numbered group after group. Programs take eight tiles of
 rows, then the next columns, so that those that run at once read few rows and weights.
