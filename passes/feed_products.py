@@ -2,18 +2,18 @@
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     collectives, and every value but of rows that arrive in eight bits and feed a product:
-              these are not dequantised and quantised once more, which saves one rounding of each.
+    Keeps     every value bit for bit: rows that were unpacked to bfloat16 are quantised to the
+              bytes that they had. Rounded to bfloat16 a number is off by 2^-9 of itself, and e4m3
+              rounds what is off by less than 2^-5 back; the largest of a block is exact.
 
     quantize_rows(unpack(m))                  ->  message_rows(m)
     quantize_rows(unpack(m)[p])               ->  message_rows(m, p); slices of rows alike
     quantize_rows(unpack(m)[i][p])            ->  message_rows(m, i[p])
     quantize_rows(cat(unpack(a), zeros)[p])   ->  message_rows(cat(a, zeros), p)
 
-A message has the scales of recipe "blockwise" with e4m3; products of another format are left. It
-does not matter what else reads the rows, so that a function that the backward pass computes again
-has the bits that it had. Where only the backward pass reads them it unpacks the message, which is
-kept in place of the rows. Weights that the backward pass quantises are not quantised before it.
+A message has the scales of recipe "blockwise" with e4m3; products of another format are left. Where
+only the backward pass reads the rows it unpacks the message, which is kept in place of the rows.
+Weights that the backward pass quantises are not quantised before it.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moe_compile.ops.product_errors import product_error_bound
-from moe_compile.ops.scaled_products import GROUPED_MM_FP8
+from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE
+from moe_compile.ops.scaled_products import GROUPED_MM_FP8, MESSAGE_ROWS, QUANTIZE_ROWS
 from moe_compile.testing.equivalence import differing_tensors
-from tests.eight_bit_layers import FedByMessages, in_eight_bits
 from tests.equivalence.test_layers import build, inputs, one_case
 from tests.equivalence.test_quantized_wire import (
     EXPERTS,
@@ -18,14 +20,17 @@ from tests.equivalence.test_quantized_wire import (
     decibels,
 )
 from tests.layers import FusedGateUp, GroupedExperts
+from tests.quantized_layers import in_eight_bits, quantized_eagerly
 from tests.slow_parameters import slow_but
 
+BF16 = torch.bfloat16
 WIRES = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
 
 
 def run_case(rank, case, style, recipe, gradient, options):
     torch._dynamo.reset()
-    eager = in_eight_bits(style, recipe, gradient) if recipe else FedByMessages
+    wires = (options.get(wire, "same") for wire in WIRES)
+    eager = in_eight_bits(quantized_eagerly(style, *wires), recipe, gradient)
     asked = {"megamoe.strict": True, "megamoe.chunks": case.chunks}
     asked |= {f"megamoe.{name}": value for name, value in options.items()}
     return differing_tensors(
@@ -63,14 +68,29 @@ def test_every_format_in_any_number_of_chunks(two_devices, style, recipe, gradie
 
 @pytest.mark.parametrize("chunks", slow_but([2], [1, 2, 4]))
 def test_rows_that_arrive_in_eight_bits_feed_products_as_they_came(two_devices, chunks):
-    """And so do gradients of results, which arrive in eight bits as well."""
+    """And so do gradients of results; eagerly both are unpacked, and quantised again."""
     options = {"expert_compute": "fp8_blockwise", **WIRES}
-    check(two_devices, a_case(chunks=chunks), GroupedExperts, None, None, options)
+    check(two_devices, a_case(chunks=chunks), GroupedExperts, "blockwise", "e4m3", options)
+
+
+@given(st.integers(1, 300), st.integers(-100, 100), st.integers(0, 999))
+@settings(deadline=None)
+def test_rows_that_were_unpacked_are_quantised_to_the_bytes_that_they_had(width, power, seed):
+    """Of any magnitude, and with blocks of zeros."""
+    own = torch.Generator().manual_seed(seed)
+    spread = torch.randn(3, width, generator=own) * torch.randn(3, width, generator=own).exp2()
+    rows = (spread * 2.0**power).to(BF16)
+    rows[1, 128:] = 0
+    message = GATHER_QUANTIZE_PACK(rows)
+    again, scales = QUANTIZE_ROWS(UNPACK_DEQUANTIZE(message, width, BF16), "blockwise")
+    payload, their_scales = MESSAGE_ROWS(message, None, width)
+    assert torch.equal(again.view(torch.uint8), payload.view(torch.uint8))
+    assert torch.equal(scales, their_scales)
 
 
 # --- the bound ---------------------------------------------------------------------------------
 
-BF16, ROUNDED = torch.bfloat16, torch.finfo(torch.bfloat16).eps / 2
+ROUNDED = torch.finfo(BF16).eps / 2
 COUNTS = (5, 0, 40, 1)
 """Rows of each expert."""
 
