@@ -33,6 +33,7 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
     "nodes": ("off", "auto"),
     "host_reads": ("needed",),
     "apply_scores": ("model",),
+    "expert_compute": ("same",),
 }
 """Values of options that ask for no rewrite, the one that leaves the model as it is first."""
 
@@ -102,6 +103,16 @@ class MegaMoEConfig:
     set and `numerics` is "lossy"."""
     combine_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
     """Communication dtype of the combine, with the values of `dispatch_wire`."""
+    expert_compute: Literal["same", "fp8_rowwise", "fp8_blockwise"] = "same"
+    """Number format of the experts' grouped products (docs/products.md). "same": that of the model.
+    "fp8_rowwise" and "fp8_blockwise": rows and weights are quantised to e4m3 with scales, then
+    multiplied. A scale is of a row of the rows and a column of the weight, or, as in DeepSeek-V3,
+    of 128 columns of a row and 128 x 128 numbers of a weight. Gradients of weights are computed as
+    in the model."""
+    expert_gradients: Literal["same", "e4m3", "e5m2"] = "e4m3"
+    """For products that `expert_compute` has in eight bits: the number format in which the gradient
+    of their rows is computed. "same": that of the model. "e4m3" and "e5m2": as the products, with
+    gradients quantised to this type; "fp8_rowwise" has "e4m3" alone."""
     numerics: Literal["exact", "bounded", "lossy"] = "exact"
     """Which rewrites "auto" may choose. "exact": only rewrites that run the same operators on the
     same rows in the same order. Some kernels round a row differently depending on its address in
@@ -208,8 +219,8 @@ class MegaMoEConfig:
     one by one in megamoe's order, for tests."""
     strict: bool = False
     """Raise an error where an option asks for a rewrite (`chunks`, `batch_parts`, `dispatch`,
-    `nodes`, `host_reads`, `dispatch_wire`, `combine_wire`, `attention_chunks`, `apply_scores`) and
-    the rewrite applies but is not proven to be safe, and where a pass fails."""
+    `nodes`, `host_reads`, `dispatch_wire`, `combine_wire`, `expert_compute`, `attention_chunks`,
+    `apply_scores`) and the rewrite applies but is not proven to be safe, and where a pass fails."""
     disable_passes: tuple[str, ...] = ()
     """Names of passes to leave out (docs/architecture.md lists them)."""
     report: str = ""
@@ -224,6 +235,7 @@ class MegaMoEConfig:
         check_number("attention_chunks", self.attention_chunks)
         check_number("batch_parts", self.batch_parts)
         check_apply_scores(self.apply_scores, self.dispatch, self.nodes)
+        check_expert_gradients(self.expert_compute, self.expert_gradients)
         check_chunk_by(self.chunk_by, self.hop_slices, self.chunk_edges)
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
@@ -428,6 +440,7 @@ ONE_PIECE: Final[Mapping[str, tuple[object, ...]]] = {
     "combine_wire": ("same", "auto"),
     "transport": ("functional",),
     "apply_scores": ("model",),
+    "expert_compute": ("same",),
 }
 """Values of other options with which the host can do without reads."""
 
@@ -442,6 +455,17 @@ def check_host_reads(config: MegaMoEConfig) -> None:
                 f'megamoe.host_reads is "none", with {name} = {value!r}; rows then travel in one '
                 f"piece, by a plain all-to-all: leave out {name}, or host_reads"
             )
+
+
+def check_expert_gradients(compute: str, gradients: str) -> None:
+    """Raise InvalidConfig for a format of gradients that the recipe lacks, or nothing reads."""
+    is_read = compute != "same" or gradients == "e4m3"
+    if is_read and (compute, gradients) != ("fp8_rowwise", "e5m2"):
+        return
+    raise InvalidConfig(
+        f"megamoe.expert_gradients is {gradients!r}, which megamoe.expert_compute = {compute!r} "
+        "does not have; write expert_compute = 'fp8_blockwise', or leave out expert_gradients"
+    )
 
 
 def check_amount(name: str, amount: Any) -> None:

@@ -145,7 +145,7 @@ def _permuted(unpack: fx.Node) -> fx.Node | None:
         move = row_gather(reader)
         if move is not None and move[0] is unpack and len(unpack.users) == 1:
             return reader
-        if _parts(reader) is not None:
+        if parts_of(reader) is not None:
             gathers = [user for user in reader.users if row_gather(user) is not None]
             sizes = [u for u in reader.users if u.target is SIZE and u.args[1] == 0]
             alone = len(gathers) == 1 and len(reader.users) == 1 + len(sizes)
@@ -153,7 +153,7 @@ def _permuted(unpack: fx.Node) -> fx.Node | None:
     return None
 
 
-def _parts(joined: fx.Node) -> list[fx.Node] | None:
+def parts_of(joined: fx.Node) -> list[fx.Node] | None:
     """Return the inputs of `joined`: unpacked rows of one kind, for it alone, and such zeros."""
     parts = rows_joined(joined) or []
     unpacks = [part for part in parts if part.target is UNPACK_DEQUANTIZE]
@@ -176,18 +176,18 @@ def _permute(gather: fx.Node) -> None:
         message, *row = rows.args
         dead = [rows]
     else:
-        parts = _parts(rows)
+        parts = parts_of(rows)
         assert parts is not None
         unpacks = [part for part in parts if part.target is UNPACK_DEQUANTIZE]
         row = list(unpacks[0].args[1:])
-        message = _join_messages(rows, parts, unpacks[0].args[0])
+        message = join_messages(rows, parts, unpacks[0].args[0])
         dead = [*unpacks, *(n for p in parts for n in reversed(zero_rows(p) or [])), rows]
     gather.target = UNPACK_DEQUANTIZE_PERMUTE
     gather.args, gather.kwargs = (message, index, *row), {}
     erase_unused(dead)
 
 
-def _join_messages(rows: fx.Node, parts: list[fx.Node], message: Any) -> fx.Node:
+def join_messages(rows: fx.Node, parts: list[fx.Node], message: Any) -> fx.Node:
     """Emit the messages of all parts, one after the other; a message of zeros is a row of zeros."""
     emit = ValuedEmitter(rows)
     columns = tensor_of(message)

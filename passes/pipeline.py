@@ -39,6 +39,7 @@ from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass
 from passes.copy_fills import CopyFills
 from passes.detect_regions import DetectRegions
+from passes.feed_products import FeedProducts
 from passes.fold_row_moves import FoldRowMoves
 from passes.forward_cat_split import ForwardCatSplit
 from passes.fuse_token_sums import FuseTokenSums
@@ -51,6 +52,7 @@ from passes.outside import load_rewrites
 from passes.pin_order import PinOrder
 from passes.plan_regions import PlanRegions
 from passes.quantize_exchanges import QuantizeExchanges
+from passes.quantize_products import QuantizeProducts
 from passes.realize_slices import RealizeSlices
 from passes.record_order import RecordOrder
 from passes.rewrite import Rewrite
@@ -93,6 +95,7 @@ DYNAMO: Final = Level(
         RewriteRegions(),
         FuseTokenSums(),
         QuantizeExchanges(),
+        QuantizeProducts(),
         RouteExchanges(),
     ),
     subsystem="pre_grad_passes",
@@ -107,6 +110,7 @@ JOINT: Final = Level(
         SizesFromSplits(),
         SaveExchanges(),
         SaveOverwritten(),
+        FeedProducts(),
     ),
     frozenset({Fact.FUNCTIONAL}),
     subsystem="joint_graph_passes",

@@ -20,6 +20,7 @@ from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 from passes.fuse_token_sums import FuseTokenSums
 from passes.kinds import KINDS
+from passes.kinds.by_counts.products import products_in_eight_bits
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class PlanRegions(GraphPass):
             state.found.regions,
             is_recomputed=state.is_recomputed,
             sums=FuseTokenSums().expected(graph, state),
+            products=products_in_eight_bits(state),
         )
         state.planned = {kind.name: kind.plan(state, layers) for kind in KINDS}
         return PassReport(

@@ -55,7 +55,7 @@ class RouteExchanges(Rewrite[Routed]):
 
     name: ClassVar[str] = "route_exchanges"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PLANNED, Fact.REWRITTEN})
-    after: ClassVar[frozenset[str]] = frozenset({"quantize_exchanges"})
+    after: ClassVar[frozenset[str]] = frozenset({"quantize_products"})
     is_decided: ClassVar[bool] = True
 
     def propose(self, graph: fx.Graph, state: CompileState) -> Proposed[Routed]:

@@ -38,6 +38,7 @@ from moe_compile.graph.query import (
     group_name,
     is_all_gather,
     is_all_to_all,
+    is_of_backward,
     is_reduce_scatter,
     is_tangent,
     is_wait,
@@ -66,7 +67,7 @@ class SaveExchanges(GraphPass):
         _keep_integers(graph)
         groups = state.gathered_groups
         nodes = [n for n in graph.nodes if _is_exchange(n, groups) or _is_received(n, groups)]
-        forward = [n for n in nodes if not _is_backward(n)]
+        forward = [n for n in nodes if not is_of_backward(n)]
         asked, is_promised = state.config.recompute, state.config.equal_tokens
         if asked == "model" and is_promised:
             skipped = _left(forward, Reason.NOT_ASKED, "recompute is 'model'")
@@ -109,7 +110,11 @@ def _needed_backward(
     """
     backward: set[fx.Node] = set()
     for node in graph.nodes:
-        if is_tangent(node) or _is_backward(node) or not backward.isdisjoint(node.all_input_nodes):
+        if (
+            is_tangent(node)
+            or is_of_backward(node)
+            or not backward.isdisjoint(node.all_input_nodes)
+        ):
             backward.add(node)
     (output,) = graph.find_nodes(op="output")
     needed: set[fx.Node] = set()
@@ -158,11 +163,6 @@ def _unmet(config: MegaMoEConfig, checkpointed: list[fx.Node]) -> tuple[Verdict,
         return ()
     verdict = Verdict(candidate="checkpointed exchanges", reason=Reason.TOKENS_MAY_DIFFER)
     return (judged(config, "recompute", verdict),)
-
-
-def _is_backward(node: fx.Node) -> bool:
-    """Whether AOTAutograd says that a node of a joint graph is of the backward pass."""
-    return bool(node.meta.get("partitioner_tag") == "is_backward")
 
 
 def _is_exchange(node: fx.Node, gathered_groups: Container[str]) -> bool:

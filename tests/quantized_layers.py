@@ -1,4 +1,4 @@
-"""Layers whose exchanges quantise eagerly, in plain PyTorch: what the compiled wire must equal."""
+"""Layers whose exchanges or products quantise eagerly: what compiled ones must equal."""
 
 import itertools
 from unittest import mock
@@ -7,6 +7,7 @@ import torch
 
 import tests.layers
 from moe_compile.ops.quantized_rows import pack_rows, unpack_rows
+from moe_compile.ops.scaled_products import GROUPED_MM_FP8
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single
 WAIT = torch.ops._c10d_functional.wait_tensor
@@ -51,3 +52,17 @@ def quantized_eagerly(style, dispatch_wire, combine_wire):
                 return super().forward(x)
 
     return Quantized
+
+
+def in_eight_bits(style, recipe, gradient):
+    """Return `style` whose grouped products quantise their rows and weights."""
+
+    class InEightBits(style):
+        def experts(self, rows, received):
+            def product(x, weight, offs):
+                return GROUPED_MM_FP8(x, weight, offs, recipe, gradient)
+
+            with mock.patch.object(torch, "_grouped_mm", product):
+                return super().experts(rows, received)
+
+    return InEightBits

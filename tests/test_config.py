@@ -130,3 +130,12 @@ def test_scores_travel_beside_rows_and_not_beside_tokens(name, value):
     assert MegaMoEConfig(apply_scores="before_down", **{name: "auto"}).asks_for("apply_scores")
     with pytest.raises(InvalidConfig, match=f"leave out {name}, or apply_scores"):
         MegaMoEConfig(apply_scores="before_down", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("compute", "gradients"), [("fp8_rowwise", "e5m2"), ("same", "e5m2"), ("same", "same")]
+)
+def test_gradients_of_experts_have_a_format_of_the_recipe(compute, gradients):
+    assert MegaMoEConfig(expert_compute="fp8_blockwise", expert_gradients=gradients)
+    with pytest.raises(InvalidConfig, match="write expert_compute = 'fp8_blockwise', or leave"):
+        MegaMoEConfig(expert_compute=compute, expert_gradients=gradients)

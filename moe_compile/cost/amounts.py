@@ -18,6 +18,7 @@ diagonal. Masks are taken to be alike for every sequence and head.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +52,11 @@ from moe_compile.graph.query import (
 from moe_compile.hardware.collectives import leaving_share
 from moe_compile.hardware.products import Product
 
-MATMULS: Final = frozenset({"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm"})
+SCALED_GROUPED: Final = "scaled_grouped_mm"
+"""Our product of rows and weights that have scales; the scales of rows stand between the two."""
+MATMULS: Final = frozenset(
+    {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm", SCALED_GROUPED}
+)
 FUSED: Final = frozenset(
     {
         "aten::_to_copy",
@@ -79,7 +84,13 @@ GATHERS: Final = frozenset({"embedding", "gather", "index", "index_select"})
 BY_PLACES: Final = frozenset({"sum_of_places", "dots_of_places"})
 """Our operators on rows of several matrices, by a matrix of row numbers."""
 OWN_GATHERS: Final = frozenset(
-    {"gather_quantize_pack", "gather_rows", "unpack_dequantize_permute", *BY_PLACES}
+    {
+        "gather_quantize_pack",
+        "gather_rows",
+        "message_rows",
+        "unpack_dequantize_permute",
+        *BY_PLACES,
+    }
 )
 """Our operators that gather rows by an index; without one they read all rows."""
 SCATTERS: Final = frozenset({"index_add", "index_copy", "index_put", "scatter", "scatter_add"})
@@ -268,38 +279,56 @@ def _operations(node: fx.Node, sizes: NominalSizes) -> float:
     return 0.0
 
 
-def _factors(node: fx.Node, sizes: NominalSizes) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the shapes of the factors of a product."""
-    factors = [sizes.shape(t) for t in _tensors(node) if t.dim() >= 2]
+def _factors(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factors of a product."""
+    tensors = _tensors(node)
+    if _op(node) == SCALED_GROUPED:
+        rows, _, weight, *_ = tensors
+        return rows, weight
+    factors = [t for t in tensors if t.dim() >= 2]
     has_addend = overload_name(node) in ("aten::addmm", "aten::baddbmm")
     left, right = factors[-2:] if has_addend else factors[:2]
     return left, right
+
+
+def _shapes(node: fx.Node, sizes: NominalSizes) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the shapes of the factors of a product."""
+    left, right = _factors(node)
+    return sizes.shape(left), sizes.shape(right)
+
+
+def _is_in_eight_bits(node: fx.Node) -> bool:
+    """Whether both factors of a product are floating-point numbers of eight bits."""
+    return all(t.is_floating_point() and t.element_size() == 1 for t in _factors(node))
 
 
 def _product(node: fx.Node, sizes: NominalSizes) -> Product | None:
     """Return the shape of a product; groups that offsets divide are taken to have equal rows."""
     if not is_product(node):
         return None
-    left, right = _factors(node, sizes)
+    left, right = _shapes(node, sizes)
     rows, columns, reduction = float(left[-2]), float(right[-1]), float(left[-1])
+    make = functools.partial(Product, in_eight_bits=_is_in_eight_bits(node))
     if len(left) == len(right) == 3:
-        return Product(groups=left[0], rows=rows, columns=columns, reduction=reduction)
+        return make(groups=left[0], rows=rows, columns=columns, reduction=reduction)
     result = tensor_of(node)
     if len(left) == len(right) and result is not None and result.dim() == 3:
         groups = sizes.shape(result)[0]
-        shape = {"rows": rows, "columns": columns, "reduction": reduction / max(groups, 1)}
-        return Product(groups=groups, **shape, ragged="reduction")
+        reduction /= max(groups, 1)
+        return make(
+            groups=groups, rows=rows, columns=columns, reduction=reduction, ragged="reduction"
+        )
     if len(left) == len(right):
-        return Product(rows=rows, columns=columns, reduction=reduction)
+        return make(rows=rows, columns=columns, reduction=reduction)
     groups = max(left, right, key=len)[0]
     if len(left) == 3:  # columns are divided: they are the rows of the transposed product
         rows, columns = columns, rows
-    shape = {"rows": rows / max(groups, 1), "columns": columns, "reduction": reduction}
-    return Product(groups=groups, **shape, ragged="rows")
+    rows /= max(groups, 1)
+    return make(groups=groups, rows=rows, columns=columns, reduction=reduction, ragged="rows")
 
 
 def _matmul_operations(node: fx.Node, sizes: NominalSizes) -> float:
-    left, right = _factors(node, sizes)
+    left, right = _shapes(node, sizes)
     groups = left[0] if len(left) == 3 and len(right) == 2 else 1
     return 2.0 * math.prod(left) * right[-1] / groups
 
@@ -487,5 +516,6 @@ def gathered_bytes(gather: fx.Node, sizes: NominalSizes) -> dict[fx.Node, float]
 
 
 def _shape(node: fx.Node, sizes: NominalSizes) -> tuple[int, ...]:
-    tensor = tensor_of(node)
+    leaves = pytree.tree_leaves(value_of(node))
+    tensor = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
     return (1,) if tensor is None else tuple(sizes.shape(tensor))

@@ -10,9 +10,10 @@ Contract
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -28,9 +29,12 @@ from moe_compile.graph.edit import Emitter, erase_dead, recompute_all, replace_u
 from moe_compile.graph.modes import changes_autocast, changes_grad_mode, changes_mode, modes_around
 from moe_compile.graph.query import is_launch, overload_name, value_of
 from moe_compile.regions.fused_sums import FusedSums, emit_sums
+from moe_compile.regions.grouped_products import EightBits, compute_in_eight_bits
 
 ORIGIN: Final = "megamoe_origin"
 """Key in a node's `custom` annotation, which AOTAutograd hands on: place of the Dynamo node."""
+
+NO_PRODUCTS: Final[Mapping[fx.Node, EightBits]] = MappingProxyType({})
 
 OF_TORCH: Final = frozenset(
     {"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "megamoe"}
@@ -88,13 +92,17 @@ def is_weight(tensor: torch.Tensor) -> bool:
 
 
 def program_of(
-    graph: fx.Graph, nodes: Collection[fx.Node], sums: Iterable[FusedSums] = ()
+    graph: fx.Graph,
+    nodes: Collection[fx.Node],
+    sums: Iterable[FusedSums] = (),
+    products: Mapping[fx.Node, EightBits] = NO_PRODUCTS,
 ) -> LayerProgram:
     """Return the program of `nodes`, less those that are given a size which only a run knows.
 
     Such nodes finish the layer before: the rows its experts send back are no tokens yet.
     Switches of grad mode and autocast before and behind it are part of it, where they matter.
-    Each of `sums` that lies among the nodes becomes one operator.
+    Each of `sums` that lies among the nodes becomes one operator, and each of `products` one in
+    eight bits.
     """
     stretch = fx.Graph()
     program = LayerProgram(fx.GraphModule({}, stretch), [])
@@ -121,6 +129,8 @@ def program_of(
         env[node] = stretch.create_node(node.op, node.target, *args, name=f"n{place}")
         env[node].meta["custom"] = {ORIGIN: place}
         program.origins.append(node)
+    for node in filter(products.__contains__, body):
+        compute_in_eight_bits(env[node], products[node])
     for form in sums:
         _fuse(form, env)
     read = [n for n in body if any(u not in inside for u in n.users)]

@@ -54,6 +54,8 @@ class Work:
     """Whether it does nothing but gather rows by an index."""
     reads_pieces: bool = False
     """Whether it reads rows in place, of several matrices, in any order."""
+    quantises: bool = False
+    """Whether it quantises rows or a weight for a product."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

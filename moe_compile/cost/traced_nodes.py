@@ -33,7 +33,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -50,13 +50,21 @@ from moe_compile.cost.amounts import (
     is_product,
     reads_pieces,
 )
-from moe_compile.cost.layer_program import ORIGIN, LayerProgram, is_weight, program_of
+from moe_compile.cost.layer_program import (
+    NO_PRODUCTS,
+    ORIGIN,
+    LayerProgram,
+    is_weight,
+    program_of,
+)
 from moe_compile.cost.region_work import Work
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, is_launch, value_of
 from moe_compile.graph.row_moves import row_gather
 from moe_compile.hardware.products import Product
+from moe_compile.ops.scaled_products import QUANTIZE_ROWS, QUANTIZE_WEIGHT
 from moe_compile.regions.fused_sums import FusedSums
+from moe_compile.regions.grouped_products import EightBits
 from moe_compile.regions.regions import MoERegion, Region
 from moe_compile.source_hash import hash_of_sources
 from moe_compile.torch_quirks.cache_files import keep, kept_path
@@ -78,15 +86,17 @@ class TracedNodes:
         *,
         is_recomputed: bool = False,
         sums: Iterable[FusedSums] = (),
+        products: Mapping[fx.Node, EightBits] = NO_PRODUCTS,
     ) -> None:
         """Note the nodes to trace: `nodes`, or all, less those given a size which only a run knows.
 
         `num_rows` is the value of an integer that the host reads and nothing in the graph explains;
         `is_recomputed` says that the backward recomputes the nodes, less what exchanges received;
-        each of `sums` that lies among the nodes is traced as one operator.
+        each of `sums` that lies among the nodes is traced as one operator, and each of `products`
+        as one in eight bits.
         """
         self._graph, self._num_rows, self._is_recomputed = graph, num_rows, is_recomputed
-        self._sums = tuple(sums)
+        self._sums, self._products = tuple(sums), products
         self.not_traced = ""
         """Why torch cannot trace the nodes by themselves, once it was tried; "" if it can."""
         self.nodes = frozenset(graph.nodes) if nodes is None else nodes
@@ -94,7 +104,7 @@ class TracedNodes:
     @functools.cached_property
     def program(self) -> LayerProgram:
         """Return the program."""
-        program = program_of(self._graph, self.nodes, self._sums)
+        program = program_of(self._graph, self.nodes, self._sums, self._products)
         program.rows, program.is_recomputed = self._num_rows, self._is_recomputed
         return program
 
@@ -212,14 +222,13 @@ def _read(graph: fx.Graph, sizes: NominalSizes, products: _Products) -> TracedWo
 
 
 def _note_weight(node: fx.Node, inputs: Sequence[fx.Node], products: _Products) -> None:
-    """Note an input of the program that is a weight, or a view of one."""
+    """Note an input of the program that is a weight, a view of one, or one in eight bits."""
     if node.op == "placeholder":
         number = _input_number(node)
         is_noted = not products.is_forward_read and (number is None or products.is_weight[number])
     else:
-        is_noted = (
-            is_free(node) and bool(inputs) and all(a.name in products.weights for a in inputs)
-        )
+        is_of_weights = bool(inputs) and all(a.name in products.weights for a in inputs)
+        is_noted = is_of_weights and (is_free(node) or node.target is QUANTIZE_WEIGHT)
     if is_noted:
         products.weights.add(node.name)
 
@@ -285,6 +294,7 @@ def _work_of(
         fuses_what_it_reads=fuses_what_it_reads(node),
         moves_rows=row_gather(node) is not None,
         reads_pieces=reads_pieces(node),
+        quantises=node.target in (QUANTIZE_ROWS, QUANTIZE_WEIGHT),
     )
 
 
@@ -298,15 +308,20 @@ class Layers:
         *,
         is_recomputed: bool = False,
         sums: Iterable[FusedSums] = (),
+        products: Mapping[fx.Node, EightBits] = NO_PRODUCTS,
     ) -> None:
-        """Cut `graph` between its `regions`; `is_recomputed` and `sums` as of `TracedNodes`."""
+        """Cut `graph` between its `regions`; all that follows is as of `TracedNodes`."""
         nodes, found, fused = list(graph.nodes), tuple(regions), tuple(sums)
         self._place = {node: place for place, node in enumerate(nodes)}
         self._behind = {form.result: self._place[form.sums.total] for form in fused}
         cuts = [0, *self._cuts(nodes, found)]
         self._layers = {
             end: TracedNodes(
-                graph, frozenset(nodes[start:end]), is_recomputed=is_recomputed, sums=fused
+                graph,
+                frozenset(nodes[start:end]),
+                is_recomputed=is_recomputed,
+                sums=fused,
+                products=products,
             )
             for start, end in itertools.pairwise(cuts)
         }

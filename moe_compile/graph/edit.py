@@ -25,6 +25,8 @@ from moe_compile.graph.query import is_all_to_all, is_launch, is_wait, tensor_of
 
 CARRIED: Final = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 """Meta keys that say where a node comes from; all others are facts about one value."""
+GIVEN: Final = "eager_input_vals"
+"""Meta key under which Inductor finds the arguments of a call, to give them the same strides."""
 
 
 class Emitter:
@@ -181,6 +183,7 @@ def change_value(node: fx.Node, value: torch.Tensor) -> None:
 def call_otherwise(node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Have `node` call `target`, a function that makes the same kind of value."""
     node.op, node.target, node.args, node.kwargs = "call_function", target, args, kwargs
+    node.meta.pop(GIVEN, None)
 
 
 def substitute(node: fx.Node, value: fx.Node) -> None:

@@ -71,6 +71,11 @@ def is_wait(node: fx.Node) -> bool:
     return overload_name(node) in WAIT_NAMES
 
 
+def is_of_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd says that a node of a joint graph is of the backward pass."""
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
+
+
 def is_offload(node: fx.Node) -> bool:
     """Whether the node starts a copy of a tensor to host memory."""
     return overload_name(node) == OFFLOAD

@@ -33,6 +33,12 @@ def packs_rows(device: torch.device) -> bool:
     return found is None or found >= LEAST_FOR_E4M3
 
 
+def multiplies_in_eight_bits(device: torch.device, least: tuple[int, int]) -> bool:
+    """Whether tensor cores of `device` multiply numbers of eight bits, as from `least` on."""
+    found = capability_of(device)
+    return found is None or found >= least
+
+
 def waits_in_products(device: torch.device) -> bool:
     """Whether `_grouped_mm` copies its offsets to the host and runs one product per group."""
     found = capability_of(device)

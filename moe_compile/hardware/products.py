@@ -44,6 +44,8 @@ class Product:
     reduction: float
     ragged: str = ""
     """The dimension that offsets divide among the groups: `rows`, `reduction`, or none."""
+    in_eight_bits: bool = False
+    """Whether both factors are numbers of eight bits."""
 
     @property
     def operations(self) -> float:
@@ -121,8 +123,16 @@ class Compute:
         """Return the rate of a large dense GEMM."""
         return self.bf16_tflops * self.gemm_share
 
+    @property
+    def eight_bit_share(self) -> float:
+        """Return the rate of a large dense GEMM in eight bits over that of one in bfloat16."""
+        return self.fp8_tflops * self.fp8_gemm_share / self.large_tflops
+
     def share_of(self, product: Product) -> float:
-        """Return the rate of a product over that of a large dense GEMM; at most 1."""
+        """Return the rate of a product over that of a large dense GEMM in bfloat16.
+
+        It is at most 1, or `eight_bit_share`. Products in eight bits lose as much by their shape.
+        """
         long = product.reduction / (product.reduction + self.half_reduction)
         if product.ragged == "reduction":
             share = self.grouped_weight_gradient.at(product.reduction) / self.gemm_share
@@ -130,7 +140,8 @@ class Compute:
             share = self.grouped_forward.at(product.rows) / self.gemm_share * long
         else:
             share = self._filled(product) * long
-        return min(max(share, LEAST_SHARE), 1.0)
+        share = min(max(share, LEAST_SHARE), 1.0)
+        return share * self.eight_bit_share if product.in_eight_bits else share
 
     def _filled(self, product: Product) -> float:
         """Return how evenly output tiles fill the SMs, 0 to 1."""

@@ -275,6 +275,10 @@ class Reason(enum.Enum):
         "its rows are not a matrix of floating-point numbers with a known width",
         Kind.UNPROVEN,
     )
+    NO_GROUPED_PRODUCT = (
+        "its experts multiply rows by no grouped GEMM of bfloat16 that has a form in eight bits",
+        Kind.UNPROVEN,
+    )
     NO_E4M3 = (
         "this GPU cannot convert to e4m3, which needs compute capability 8.9 or higher",
         Kind.NOT_POSSIBLE,

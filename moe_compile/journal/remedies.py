@@ -106,7 +106,8 @@ _EXPERTS: Final = {
     Reason.CAPACITY_AT_RUN_TIME: "compute the capacity from Python numbers, as ceil(factor * "
     "tokens / experts), not from values of tensors, and compile with static sizes",
     Reason.BY_CAPACITY: "set megamoe.chunk_by = 'experts', and leave megamoe.dispatch, "
-    "megamoe.apply_scores and the wire options at their defaults for layers with a capacity",
+    "megamoe.apply_scores, megamoe.expert_compute and the wire options at their defaults for "
+    "layers with a capacity",
     Reason.OUTER_HOP: "nothing: the inner hop already runs in chunks; if you want one exchange in "
     "place of the two hops, dispatch over one group of all ranks",
     Reason.TOKENS_GATHERED: "send rows to their experts and back by all-to-alls whose split "
@@ -172,7 +173,11 @@ _DISPATCH_AND_WIRE: Final = {
     Reason.TWO_HOPS: "set megamoe.nodes = 'off' to use another transport, or set megamoe.chunks "
     "to a number to run in parts",
     Reason.NOT_A_MATRIX: "send rows as a matrix of floating-point numbers of a fixed width",
-    Reason.NO_E4M3: "leave megamoe.dispatch_wire and megamoe.combine_wire at 'same' on this GPU",
+    Reason.NO_GROUPED_PRODUCT: "multiply rows [R, K] by weights [E, K, N] that are plain tensors, "
+    "both of bfloat16, by torch._grouped_mm(rows, weights, offs=ends), or set "
+    "megamoe.expert_compute = 'same'",
+    Reason.NO_E4M3: "leave megamoe.dispatch_wire, megamoe.combine_wire and megamoe.expert_compute "
+    "at 'same' on this GPU",
     Reason.SUMS_TRAVEL: "set megamoe.dispatch = 'all_to_all', or set the wire option to 'same'",
     Reason.UNKNOWN_FORM: "wait for each exchange once, and read only the tensor that the wait "
     "returns",

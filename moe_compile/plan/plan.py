@@ -58,6 +58,8 @@ class ExpertsPlan(RegionPlan):
     dispatch_wire: str = "same"
     combine_wire: str = "same"
     """Number format of its rows on the wire, as the options name it."""
+    expert_compute: str = "same"
+    """Number format of its grouped products, as the option names it."""
 
     @property
     def gathers(self) -> bool:

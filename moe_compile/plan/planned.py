@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Self, TypeVar
 
 import torch
+import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.journal.entries import Verdict, judged
@@ -23,6 +24,7 @@ from moe_compile.plan.dispatch_rules import DispatchCosts, Rounding
 from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.plan import ExpertsPlan, RegionPlan
+from moe_compile.plan.product_times import ProductTimes
 from moe_compile.regions.regions import MoERegion, Region, RowProof
 from moe_compile.regions.rewrites import Effects
 from moe_compile.regions.token_regions import EvenForm, GatheredForm, TwoHopForm
@@ -74,6 +76,9 @@ class FoundExperts(Found[MoERegion]):
     kept none."""
     row_bytes: Mapping[str, int]
     """`dispatch` and `combine` -> bytes of a row as the model sends it; 0 when unknown."""
+    products: tuple[fx.Node, ...] | Left
+    """Its grouped products, where options ask for eight bits and each can be computed so, or why
+    they are computed as the model does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +157,8 @@ class PlannedExperts(Planned[MoERegion]):
     """Its times flat and in two hops; None where that is not asked for or cannot be."""
     node_rounding: NodeRounding | None = None
     """How its sums per token on the nodes may differ; None where they are not made there."""
+    product_times: ProductTimes | None = None
+    """Predicted times of its products in eight bits; None where there are none, or no prices."""
 
     @property
     def is_rewritten(self) -> bool:
@@ -184,3 +191,7 @@ class PlannedExperts(Planned[MoERegion]):
         if self.plan.is_in_two_hops:
             return self
         return replace(self, plan=replace(self.plan, dispatch_wire="same", combine_wire="same"))
+
+    def in_own_format(self) -> Self:
+        """Return the same region with products in the model's number format."""
+        return replace(self, plan=replace(self.plan, expert_compute="same"))

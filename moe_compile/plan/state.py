@@ -158,6 +158,8 @@ class CompileState:
             self._change(lambda one: one.as_written(why))
         if "quantize_exchanges" in passes:
             self._change(lambda o: o.unquantised() if isinstance(o, PlannedExperts) else o)
+        if "quantize_products" in passes:
+            self._change(lambda o: o.in_own_format() if isinstance(o, PlannedExperts) else o)
         self.is_chunked |= any(one.plan.num_chunks > 1 for one in self.regions)
         self.rewrites = tuple(one for one in self.rewrites if one.name not in passes)
         has_regions = any(one.plan.group for one in self.regions)

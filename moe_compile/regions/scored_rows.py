@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
@@ -27,6 +26,7 @@ from moe_compile.graph.torch_calls import arguments_of, torch_name
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.ops.permute import PERMUTE_ROWS
+from moe_compile.regions.grouped_products import is_grouped
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_chain import CASTS, holds_fractions, num_rows, type_of
 from moe_compile.regions.token_index import TokenIndex
@@ -225,21 +225,13 @@ def _operands(node: fx.Node) -> tuple[Any, Any]:
     if node.target is F.linear:
         given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
         return _unless(given.get("bias"), given.get("input"), given.get("weight"))
-    if node.op == "call_function" and node.target in GROUPED:
+    if is_grouped(node):
         return _unless(argument_of(node, 3, "bias"), *node.args[:2])
     return None, None
 
 
 def _unless(bias: object, *operands: Any) -> tuple[Any, Any]:
     return operands if bias is None and len(operands) == 2 else (None, None)
-
-
-GROUPED: Final = tuple(
-    getattr(module, name)
-    for module, name in ((torch, "_grouped_mm"), (F, "grouped_mm"))
-    if hasattr(module, name)
-)
-"""Grouped products, by the names that releases of torch have for them."""
 
 
 def _is_rows(argument: object) -> bool:

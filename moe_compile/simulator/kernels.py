@@ -8,7 +8,7 @@ Contract
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_compile.hardware.cluster import ClusterProfile, Fit
 from moe_compile.hardware.collectives import leaving_share
@@ -35,15 +35,19 @@ class Kernels:
 
     def grouped_us(self, groups: float, rows: float, columns: float, reduction: float) -> float:
         """Return the time of `groups` products of `rows` rows each."""
-        shape = {"groups": groups, "rows": rows, "columns": columns, "reduction": reduction}
-        return self._product_us(Product(**shape, ragged="rows"))
+        product = Product(
+            groups=groups, rows=rows, columns=columns, reduction=reduction, ragged="rows"
+        )
+        return self._product_us(product)
 
     def grouped_gradient_us(
         self, groups: float, rows: float, left: float, right: float, sum_bytes: int
     ) -> float:
         """Return the time of gradients of `groups` weights `[left, right]`, and of their sum."""
-        shape = {"groups": groups, "rows": left, "columns": right, "reduction": rows}
-        return self._gradient_us(Product(**shape, ragged="reduction"), sum_bytes)
+        product = Product(
+            groups=groups, rows=left, columns=right, reduction=rows, ragged="reduction"
+        )
+        return self._gradient_us(product, sum_bytes)
 
     def memory_us(self, nbytes: float, kernels: float = 1) -> float:
         """Return the time to move `nbytes` in `kernels` kernels."""
@@ -92,23 +96,20 @@ class Kernels:
         return self.fit.link * (sent_us(nbytes, gb_per_s) + latency_us) if nbytes else 0.0
 
     def _product_us(self, product: Product) -> float:
-        compute, one = self.profile.compute, product
+        one = replace(product, in_eight_bits=self.fp8)
         read = (one.rows + one.columns) * one.reduction * (1 if self.fp8 else 2)
         moved = one.groups * (read + 2 * one.rows * one.columns)
-        large = compute.large_tflops
-        if self.fp8:
-            large = compute.fp8_tflops * compute.fp8_gemm_share
-        return self._longer_us(product, large, moved)
+        return self._longer_us(one, moved)
 
     def _gradient_us(self, product: Product, sum_bytes: int) -> float:
-        compute, one = self.profile.compute, product
-        read = (one.rows + one.columns) * one.reduction * 2
-        moved = one.groups * (read + one.rows * one.columns * sum_bytes)
-        return self._longer_us(product, compute.large_tflops, moved)
+        read = (product.rows + product.columns) * product.reduction * 2
+        moved = product.groups * (read + product.rows * product.columns * sum_bytes)
+        return self._longer_us(product, moved)
 
-    def _longer_us(self, product: Product, large_tflops: float, nbytes: float) -> float:
+    def _longer_us(self, product: Product, nbytes: float) -> float:
         """Return the longer of computing and moving, at a share of the rate of a large product."""
-        tflops = large_tflops * self.profile.compute.share_of(product)
+        compute = self.profile.compute
+        tflops = compute.large_tflops * compute.share_of(product)
         us = max(product.operations / (tflops * 1e6), self._moved_us(nbytes)) + self._gap_us
         return self.fit.compute * us
 

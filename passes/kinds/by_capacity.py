@@ -42,7 +42,9 @@ from passes.replay.capacity_trial import Trial, try_chunks
 from passes.replay.masked_replay import chunk_bounds
 
 AS_MANY_ROWS: Final = Left(Reason.ALREADY_DONE, "by its capacity every expert has as many rows")
-OTHER_FORMS: Final = ("dispatch", "nodes", "dispatch_wire", "combine_wire", "apply_scores")
+OTHER_FORMS: Final = (
+    "dispatch", "nodes", "dispatch_wire", "combine_wire", "apply_scores", "expert_compute",
+)  # fmt: skip
 """Options for forms other than chunks."""
 OF_CAPACITY: Final = "experts with a capacity: equal parts are exchanged, the host reads nothing"
 

@@ -27,8 +27,10 @@ from moe_compile.graph.query import is_launch
 from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.hardware.profile import HostCosts
 from moe_compile.plan.candidates import Candidate
+from moe_compile.plan.product_times import product_times
 from moe_compile.plan.region_tasks import price_us
 from passes.detect_regions import DetectRegions
+from passes.kinds.by_counts.products import products_in_eight_bits
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import Level, run_level
 from tests.capture import CapturedError, dynamo_graphs, state
@@ -69,12 +71,13 @@ def work_of(program, *inputs, chunked=()):
     return read_work(TracedNodes(graph), Replayed(nodes=nodes, exchanges={}), EMPTY)
 
 
-def graphs_us(module, tokens, num_chunks):
+def graphs_us(module, tokens, num_chunks, **options):
     """Return the cost of all nodes of AOTAutograd's graphs after every pass, by profile."""
     found = {MEMORY: [], OPERATORS: []}
 
     def keep(gm, inputs):
-        ours, _ = rewrite(gm, MegaMoEConfig(chunks=num_chunks, equal_tokens=True, strict=True))
+        asked = {"chunks": num_chunks, "equal_tokens": True, "strict": True, **options}
+        ours, _ = rewrite(gm, MegaMoEConfig(**asked))
         for graph_module in trace_both(gm, inputs, ours):
             sizes = NominalSizes(ours.nominal_sizes)
             sizes.learn(graph_module.graph)
@@ -101,12 +104,13 @@ class WithShared(GroupedExperts):
         return super().forward(x) + self.down(F.silu(self.up(x)))
 
 
-def work_of_layer(layer, tokens):
+def work_of_layer(layer, tokens, **options):
     """Return the work of a layer's one region, as the planner reads it."""
-    ours = state()
-    run_level(Level((NormalizeExchanges(), DetectRegions())), graph_of(layer, tokens), ours)
+    ours, graph = state(**options), graph_of(layer, tokens)
+    run_level(Level((NormalizeExchanges(), DetectRegions())), graph, ours)
     (found,) = ours.found.experts
-    return work_of_experts(found.region, found.proof, MEMORY)
+    nodes = TracedNodes(graph, products=products_in_eight_bits(ours))
+    return work_of_experts(found.region, found.proof, MEMORY, nodes)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +129,43 @@ def test_bytes_and_operators_are_those_of_the_compiled_graphs(fake_ranks, num_ch
     for hardware, near in ((MEMORY, near_memory), (OPERATORS, 0.02)):
         predicted = price_us(work, Candidate(num_chunks=num_chunks), Rates.of(hardware, 2))
         assert predicted == pytest.approx(counted[hardware], rel=near), hardware.name
+
+
+EIGHT_BITS = {"expert_compute": "fp8_blockwise"}
+
+
+@pytest.mark.parametrize("num_chunks", slow_but([2], [1, 2]))
+def test_products_in_eight_bits_have_the_bytes_of_the_compiled_graphs(fake_ranks, num_chunks):
+    layer = GroupedExperts(128, 128, 8, 2, fake_ranks).to(torch.bfloat16)
+    tokens = torch.randn(4096, 128, dtype=torch.bfloat16, requires_grad=True)
+    work = work_of_layer(layer, tokens, **EIGHT_BITS)
+    counted = graphs_us(layer, tokens, num_chunks, **EIGHT_BITS)
+    for hardware, near in ((MEMORY, 0.03), (OPERATORS, 0.02)):
+        predicted = price_us(work, Candidate(num_chunks=num_chunks), Rates.of(hardware, 2))
+        assert predicted == pytest.approx(counted[hardware], rel=near), hardware.name
+
+
+def test_products_in_eight_bits_have_their_own_rate_and_so_have_gradients_of_weights(fake_ranks):
+    layer = GroupedExperts(1024, 512, 8, 2, fake_ranks).to(torch.bfloat16)
+    tokens = torch.randn(4096, 1024, dtype=torch.bfloat16, requires_grad=True)
+    work, before = (work_of_layer(layer, tokens, **o) for o in (EIGHT_BITS, {}))
+    products = [w for phase in work.phases for w in phase if w.product and w.product.groups > 1]
+    ours = [one for one in products if one.product.in_eight_bits]
+    gradients = [one for one in products if one.makes_gradient]
+    assert (len(ours), len(gradients)) == (6, 3) and not {*ours} & {*gradients}
+    assert all(one.weight_bytes > 0 for one in (*ours, *gradients))
+    quantising = [one for phase in work.phases for one in phase if one.quantises]
+    assert len(quantising) == 5 + 6  # gate and up read one; each weight there and back
+    rates = Rates.of(load_profile("h100"), 2)
+    times = product_times(work, rates)
+    assert 0 < times.products_us < 0.65 * times.as_model_us
+    plain = [w for phase in before.phases for w in phase if w.product and w.product.groups > 1]
+    as_model = sum(
+        rates.compute_us(w.operations, w.nbytes + w.weight_bytes, 1, w.product)
+        for w in plain
+        if not w.makes_gradient
+    )
+    assert times.as_model_us == pytest.approx(as_model, rel=0.01)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 64])

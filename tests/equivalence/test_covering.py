@@ -122,6 +122,7 @@ ELSEWHERE = (
     Rewrite.GATHERED,  # a mirror gathers nothing: test_switched_dispatch.py
     Rewrite.HOPS, Rewrite.HOP_BOTH, Rewrite.SUM_SLICES,  # test_hop_programs.py
     Rewrite.SCORES,  # test_apply_scores.py
+    Rewrite.PRODUCTS,  # test_programs.py
     Rewrite.UNSCHEDULED, Rewrite.MODEL_RECOMPUTE, Rewrite.THREE_PARTS,  # replay as others do
 )  # fmt: skip
 

@@ -131,6 +131,19 @@ def test_rows_of_one_call_may_travel_in_eight_bits_and_those_of_another_not(judg
     assert judge.judge(not_rounded).kind is Outcome.WRONG
 
 
+IN_EIGHT_BITS = Program(
+    layers=(Experts(style=Style.GROUPED, top_k=2),), rewrite=Rewrite.PRODUCTS, dtype="bfloat16"
+)
+
+
+def test_products_of_programs_are_in_eight_bits(judge):
+    text = source_of(IN_EIGHT_BITS)
+    judgement = judge.judge(text)
+    assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
+    otherwise = text.replace('offs, "blockwise", "e4m3")', 'offs, "rowwise", "e4m3")')
+    assert judge.judge(otherwise).kind is Outcome.WRONG
+
+
 def with_line(line):
     """Return a program that does something else where it is compiled, by anything."""
     readers = frozenset({Reader.LATE_STATISTICS})

@@ -47,6 +47,13 @@ def test_groups_of_one_size_fill_a_device_together():
     assert COMPUTE.share_of(many) == pytest.approx(132 * COMPUTE.share_of(one))
 
 
+def test_products_in_eight_bits_have_their_rate_and_lose_as_much_by_their_shape():
+    rate = COMPUTE.fp8_tflops * 0.6 / (COMPUTE.bf16_tflops * 0.65)
+    for product in (LARGE, dataclasses.replace(LARGE, groups=8, rows=100, ragged="rows")):
+        ours = dataclasses.replace(product, in_eight_bits=True)
+        assert COMPUTE.share_of(ours) == pytest.approx(rate * COMPUTE.share_of(product))
+
+
 @given(product=PRODUCTS, groups=st.sampled_from([0.0, 0.25, 1.0]), is_gradient=st.booleans())
 def test_no_part_of_a_product_is_faster_than_a_large_one(product, groups, is_gradient):
     part = product.part(groups, 0.5, is_gradient=is_gradient)

@@ -58,6 +58,19 @@ def test_rows_become_eight_bits_only_where_the_gpu_converts(fake_ranks, on_gpu, 
         assert {one.plan.dispatch_wire, one.plan.combine_wire} == {"fp8"}
 
 
+@pytest.mark.parametrize("capability", [ADA, HOPPER])
+def test_products_are_in_eight_bits_only_where_tensor_cores_multiply_them(
+    fake_ranks, on_gpu, capability
+):
+    on_gpu(capability)
+    one = planned(fake_ranks, chunks=2, expert_compute="fp8_blockwise")
+    if capability == ADA:
+        assert one.plan.expert_compute == "same"
+        assert one.left["expert_compute"].reason is Reason.NO_E4M3
+    else:
+        assert one.plan.expert_compute == "fp8_blockwise"
+
+
 def test_the_planner_prices_no_eight_bits_where_there_are_none(fake_ranks, on_gpu):
     options = {"equal_tokens": True, "chunks": 2, "dispatch_wire": "auto", "numerics": "lossy"}
     for capability, wire in ((HOPPER, "fp8"), (AMPERE, "same")):

@@ -20,6 +20,7 @@ from moe_compile.graph.query import group_name, is_all_to_all, tensor_of
 from moe_compile.hardware import Link, load_profile
 from moe_compile.hardware.profile import read_profile
 from moe_compile.journal.reasons import Reason
+from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.region_tasks import goes_in_hops, tasks_of
@@ -192,3 +193,16 @@ def test_without_the_pass_that_quantises_none_is_priced(group_of, tmp_path):
     options = {"numerics": "lossy", "disable_passes": ("quantize_exchanges",)}
     one = planned(group_of(4, 2), InOrder, tmp_path, 0.01, **options)
     assert (one.plan.nodes, one.plan.dispatch_wire) == ("rounded", "same")
+
+
+def test_rows_of_two_hops_feed_products_in_eight_bits_as_they_came(group_of):
+    """They are taken from the messages of hop 1 by one index, of hop 2 and of experts."""
+    layer = GroupedExperts(128, 64, 8, 2, group_of(4, 2))
+    (gm,) = dynamo_graphs(layer, torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True))
+    asked = {"nodes": "exact", "chunks": 2, "expert_compute": "fp8_blockwise", **EIGHT}
+    ours, compilation = rewrite(gm, MegaMoEConfig(hardware="cpu", codegen="fx", **asked))
+    assert [region.nodes for region in compilation.regions] == ["exact"]
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    forward, _ = trace_both(gm, inputs, ours)
+    calls = [n.target for n in forward.graph.nodes]
+    assert (calls.count(MESSAGE_ROWS), calls.count(QUANTIZE_ROWS)) == (2, 2)

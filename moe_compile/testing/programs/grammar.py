@@ -59,6 +59,7 @@ class Rewrite(enum.Enum):
     RECOMPUTE = "recompute = recompute_exchanges"
     MODEL_RECOMPUTE = "recompute = model"
     FP8 = "dispatch_wire = fp8"
+    PRODUCTS = "expert_compute = fp8_blockwise"
     TOKENS = "chunk_by = tokens"
     BY_LOAD = "chunk_edges = load"
     GATHERED = "dispatch = all_gather"

@@ -88,7 +88,7 @@ SAVE_ROWS: Final = frozenset(
 COUNTS_LAST: Final = frozenset({Tally.COMPARE, Tally.HISTC, Tally.BINCOUNT_CUT})
 """Ways to count that leave out an expert behind the last."""
 
-ROUNDING: Final = (*IN_EIGHT_BITS, *BOUNDS)
+ROUNDING: Final = (*IN_EIGHT_BITS, Rewrite.PRODUCTS, *BOUNDS)
 
 
 def legal(program: Program) -> Program:
@@ -207,6 +207,10 @@ def _may_rewrite(program: Program) -> bool:
     if program.rewrite is Rewrite.GATHERED:  # a product with weights rounds each rank's share
         weights = (a.unsort is Unsort.EINSUM for a in program.experts)
         return all(len({*step}) == 1 for step in program.tokens) and not any(weights)
+    if program.rewrite is Rewrite.PRODUCTS and not all(
+        layer.style in GROUPED_PRODUCTS for layer in program.experts
+    ):
+        return False
     alone = len(program.layers) == 1 and program.sharing is Sharing.NOTHING
     return program.rewrite not in ROUNDING or alone
 

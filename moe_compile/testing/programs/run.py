@@ -293,10 +293,13 @@ def _pieces_in_parts(module: ModuleType, rank: int, text: str) -> Iterator[list[
 
 
 def _roundings(module: ModuleType, text: str) -> list[dict[str, Any]]:
-    """Return the layers and gradient modes in which rows may travel in eight bits.
+    """Return the layers and gradient modes in which rows may travel in eight bits, or products may
+    be in eight bits.
 
     A layer that is left as it is, or called twice and found once, rounds where others do not.
     """
+    if "megamoe.expert_compute" in module.OPTIONS:
+        return [{"EIGHT_BITS": True}]
     if "fp8" not in module.OPTIONS.values():
         return []
     layers = [name for name, code in _classes(text).items() if "rounded(" in code]

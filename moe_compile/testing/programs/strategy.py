@@ -293,7 +293,7 @@ def _programs_with_capacity(draw: st.DrawFn) -> Program:
 
 REWRITES_DRAWN: Final = (
     *[*Rewrite] * 4, *[Rewrite.FP8] * 24, *[Rewrite.TOKENS] * 26, *[Rewrite.PARTS] * 16,
-    *[Rewrite.THREE_PARTS] * 6, *[Rewrite.GATHERED] * 2,
+    *[Rewrite.THREE_PARTS] * 6, *[Rewrite.GATHERED] * 2, *[Rewrite.PRODUCTS] * 8,
 )  # fmt: skip
 """Rewrites, with those that few programs allow, or that leave many whole, repeated."""
 

@@ -219,6 +219,18 @@ def rounded(rows, layer):
     return RoundedRows.apply(rows) if rounds else rows
 """
 
+PRODUCT: Final = """\
+from moe_compile.ops.scaled_products import GROUPED_MM_FP8
+
+EIGHT_BITS = False  # whether products that run eagerly are in eight bits
+
+
+def multiplied(x, weight, *, offs):
+    if EIGHT_BITS and not torch.compiler.is_compiling():
+        return GROUPED_MM_FP8(x, weight, offs, "blockwise", "e4m3")
+    return torch._grouped_mm(x, weight, offs=offs)
+"""
+
 ACTIVATION: Final = """\
 class OwnActivation(torch.autograd.Function):
     @staticmethod
@@ -275,7 +287,14 @@ def source_of(program: Program) -> str:
         for before, after in (("(", ", got, sent"), ("([", ", probs]")):
             rows = f"{before}rounded(routed, type(self).__name__){after}"
             written = written.replace(f"{before}routed{after}", rows)
-    for name, block in (*EXCHANGES, ("OwnActivation", ACTIVATION), ("rounded(", ROUNDED)):
+    if program.rewrite is Rewrite.PRODUCTS:
+        written = written.replace("torch._grouped_mm(", "multiplied(")
+    blocks_of_names = (
+        ("OwnActivation", ACTIVATION),
+        ("rounded(", ROUNDED),
+        ("multiplied(", PRODUCT),
+    )
+    for name, block in (*EXCHANGES, *blocks_of_names):
         blocks += [block] if name in written else []
     model = "\n".join(model_class(program)) + "\n"
     if needed := [name for name in ("own_group", "second_group") if f"{name}()" in written + model]:
@@ -385,6 +404,7 @@ REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
     Rewrite.RECOMPUTE: {"megamoe.recompute": "recompute_exchanges"},
     Rewrite.MODEL_RECOMPUTE: {"megamoe.recompute": "model"},
     Rewrite.FP8: {"megamoe.dispatch_wire": "fp8"},
+    Rewrite.PRODUCTS: {"megamoe.expert_compute": "fp8_blockwise"},
     Rewrite.TOKENS: {"megamoe.chunk_by": "tokens"},
     Rewrite.BY_LOAD: {"megamoe.chunk_edges": "load"},
     Rewrite.GATHERED: GATHERED,

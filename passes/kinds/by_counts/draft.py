@@ -12,6 +12,7 @@ from moe_compile.plan.dispatch_rules import DispatchCosts
 from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding, node_rounding_of
 from moe_compile.plan.planned import FoundExperts
+from moe_compile.plan.product_times import ProductTimes
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Effects
 from moe_compile.regions.token_regions import EvenForm, GatheredForm, TwoHopForm
@@ -47,6 +48,7 @@ class Draft:
     costs: DispatchCosts | None = None
     hop_prices: HopPrices | None = None
     effects: Effects | None = None
+    product_times: ProductTimes | None = None
 
     @property
     def region(self) -> MoERegion:

@@ -32,7 +32,7 @@ import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.traced_nodes import Layers, TracedNodes
-from moe_compile.graph.query import called_name, known_rows, tensor_of
+from moe_compile.graph.query import known_rows, tensor_of
 from moe_compile.hardware.chip_limits import waits_in_products
 from moe_compile.journal.entries import Verdict
 from moe_compile.journal.left import Left
@@ -53,6 +53,7 @@ from moe_compile.plan.hop_prices import price_hops
 from moe_compile.plan.plan import ExpertsPlan
 from moe_compile.plan.planned import PlannedExperts
 from moe_compile.plan.state import CompileState
+from moe_compile.regions.grouped_products import is_grouped
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrite_effects import find_effects
 from moe_compile.regions.rewrites import Aftermath, Replacement
@@ -67,6 +68,7 @@ from passes.kinds.by_counts.gathering import (
     gathering,
     may_be_priced,
 )
+from passes.kinds.by_counts.products import how_asked, predicted_products
 from passes.kinds.by_counts.room import even_form, in_equal_parts, still_read
 from passes.kinds.by_counts.two_hops import (
     Forms,
@@ -113,6 +115,7 @@ def plan_experts(
             _decide_chunks(draft, state, layers.around(draft.region))
         decide_edges(draft, state, layers.around(draft.region))
         check_chunks(draft)
+        draft.product_times = predicted_products(draft, state, layers.around(draft.region))
     after = _examine_together(drafts)
     return tuple(_planned(draft, state.config) for draft in drafts), after.dead
 
@@ -211,7 +214,8 @@ def _gathering(
         return None
     if not asks_planner(config, can_gather=True):
         return None
-    work = gathered_work(form, draft.proof, regions, layer.nodes)
+    how = None if isinstance(draft.found.products, Left) else how_asked(config)
+    work = gathered_work(form, draft.proof, regions, layer.nodes, how)
     return Gathering(work=work, rounding=rounding_of(form.found))
 
 
@@ -278,7 +282,7 @@ def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
         draft.two_hops = replace(draft.two_hops, dispatch_wire=dispatch, combine_wire=combine)
     return PlannedExperts(
         found=draft.found,
-        plan=_plan(draft, wires),
+        plan=_plan(draft, wires, config),
         proof=draft.proof,
         even=draft.even,
         gathered=gathered,
@@ -291,12 +295,14 @@ def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
         rounding=rounding_of(gathered.found) if gathered is not None else None,
         node_rounding=draft.node_rounding,
         hop_prices=draft.hop_prices,
+        product_times=draft.product_times,
     )
 
 
-def _plan(draft: Draft, wires: Mapping[str, str]) -> ExpertsPlan:
+def _plan(draft: Draft, wires: Mapping[str, str], config: MegaMoEConfig) -> ExpertsPlan:
     region, gathered = draft.region, draft.gathered
     found = gathered.found if gathered is not None else None
+    is_quantised = not isinstance(draft.found.products, Left)
     return ExpertsPlan(
         group=region.group,
         num_ranks=region.num_ranks,
@@ -313,6 +319,7 @@ def _plan(draft: Draft, wires: Mapping[str, str]) -> ExpertsPlan:
         hop_slices=1 if draft.two_hops is None else draft.num_slices,
         dispatch_wire=wires["dispatch"],
         combine_wire=wires["combine"],
+        expert_compute=config.expert_compute if is_quantised else "same",
         unproven=draft.proof.reason.name if isinstance(draft.proof, Left) else "",
     )
 
@@ -324,6 +331,7 @@ def _left(draft: Draft, config: MegaMoEConfig) -> dict[str, Verdict]:
         "nodes": draft.not_in_two_hops,
         "host_reads": draft.not_even,
         "chunk_edges": draft.even_edges,
+        "expert_compute": draft.found.products if isinstance(draft.found.products, Left) else None,
     }
     if isinstance(draft.proof, Left):
         why["chunks"] = draft.proof
@@ -351,12 +359,11 @@ def check_chunks(draft: Draft) -> None:
 
 
 LOG: Final = logging.getLogger(__name__)
-GROUPED: Final = frozenset({"_grouped_mm", "grouped_mm"})
 
 
 def products_wait(region: MoERegion) -> bool:
     """Whether the host waits for a product of the experts of `region`; if so, warn."""
-    products = [node for node in region.row_side if called_name(node) in GROUPED]
+    products = [node for node in region.row_side if is_grouped(node)]
     values = [value for node in products if (value := tensor_of(node)) is not None]
     if not any(waits_in_products(value.device) for value in values):
         return False

@@ -28,6 +28,7 @@ from moe_compile.plan.decide import asks_planner
 from moe_compile.plan.dispatch_rules import DispatchCosts, quantises_rows, rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.body_needs import needs_of_body
+from moe_compile.regions.grouped_products import EightBits, compute_in_eight_bits, is_grouped
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrite_effects import find_effects
 from moe_compile.regions.rewrites import Replacement
@@ -144,12 +145,14 @@ def gathered_work(
     proof: RowProof,
     regions: Iterable[MoERegion],
     layer: Collection[fx.Node] | None = None,
+    how: EightBits | None = None,
 ) -> RegionWork | None:
     """Return the work of the region's `layer`, or of the graph, with tokens gathered.
 
     None where a size is not static.
 
     Its parts are the tokens of a rank where each has proven as many rows, and one in other cases.
+    Its products are in eight bits where there is a `how`.
     """
     regions, found = list(regions), form.found
     tokens, rows, total = known_rows(found.tokens), known_rows(found.index), found.sums.total
@@ -166,6 +169,9 @@ def gathered_work(
     old = set(graph.nodes)
     routing = _apply(form, rewrite)
     new = {node for node in graph.nodes if node not in old}
+    if how is not None:
+        for product in filter(is_grouped, new):
+            compute_in_eight_bits(product, how)
     per_rank = [
         t.numel() * t.element_size()
         for n in (found.tokens, total)

@@ -30,6 +30,7 @@ from moe_compile.regions.host_reads import count_host_reads
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.report.region_reports import RegionReport
 from passes.kinds.by_counts.experts import plan_experts
+from passes.kinds.by_counts.products import find_products
 from passes.kinds.by_counts.words import region_report
 from passes.kinds.contract import Emitted, Finds, RegionKind
 from passes.replay.even_rows import emit_even
@@ -96,6 +97,7 @@ def _found(region: MoERegion, config: MegaMoEConfig) -> FoundExperts:
         num_host_reads=count_host_reads(region),
         rows=rows,
         row_bytes={name: bytes_of_row(tensor) for name, tensor in rows.items()},
+        products=find_products(region, config),
     )
 
 

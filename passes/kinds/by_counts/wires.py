@@ -106,10 +106,10 @@ def _needs_its_rows(launch: fx.Node, found: FoundExperts) -> Reason | None:
         return Reason.UNKNOWN_FORM
     if any(modes[launch] != modes[wait] for wait in waits):
         return Reason.STATE_CHANGES
-    return Reason.INTEGERS if _makes_integers(found.region) else None
+    return Reason.INTEGERS if makes_integers(found.region) else None
 
 
-def _makes_integers(region: MoERegion) -> bool:
+def makes_integers(region: MoERegion) -> bool:
     """Whether integers are computed from the activations' rows between dispatch and combine."""
     seen, todo = {region.combine}, [region.dispatch]
     while todo:

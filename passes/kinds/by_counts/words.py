@@ -38,6 +38,7 @@ from moe_compile.report.region_reports import (
     edges_remarks,
 )
 
+NOT_OF_WEIGHTS: Final = "gradients of weights as the model computes them"
 BY_LOAD: Final = "each step's counts say which experts a chunk has: about as many rows in each"
 
 
@@ -58,6 +59,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     remarks += [_wire(one, name) for name in ("dispatch", "combine") if plan.wire(name) != "same"]
     wires = [v for v in (left.get("dispatch_wire"), left.get("combine_wire")) if v and v.is_asked]
     remarks += [f"{v.option.removesuffix('_wire')} not quantised: {v.why}" for v in wires]
+    remarks += _products(one)
     if isinstance(one.proof, RowProof):
         if one.is_rewritten and one.proof.last_bits:
             remarks.append(last_bits_remark(one.proof.last_bits))
@@ -119,6 +121,15 @@ def _reorders(where: str) -> str:
         "eps times the sum of their magnitudes; a product that rounds by a row's place, by as many "
         "of its own"
     )
+
+
+def _products(one: PlannedExperts) -> list[str]:
+    """Return the remark on products in eight bits, or on why there are none where asked for."""
+    left = one.left.get("expert_compute")
+    if left is not None:
+        return [f"products not quantised: {left.why}"] if left.is_asked else []
+    said = f"grouped products in {one.plan.expert_compute}, {NOT_OF_WEIGHTS}"
+    return [f"{said}: {one.product_times} predicted" if one.product_times else said]
 
 
 def _wire(one: PlannedExperts, name: str) -> str:

@@ -1,0 +1,159 @@
+"""Rows that arrive in eight bits feed products; weights are quantised once in each direction."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from moe_compile.backend import rewrite
+from moe_compile.codegen import trace_graphs
+from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.edit import GIVEN
+from moe_compile.graph.query import is_wait, tensor_of
+from moe_compile.ops.quantized_rows import UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE
+from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS, QUANTIZE_WEIGHT
+from tests.capture import dynamo_graphs
+from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
+
+WIDTH, LOCAL = 128, 4
+ASKED = {"hardware": "cpu", "codegen": "fx", "chunks": 2, "expert_compute": "fp8_blockwise"}
+IN_EIGHT_BITS = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
+
+
+def traced(program, **options):
+    """Return the forward and the backward graph."""
+    x = torch.randn(4, 8, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    gm, *_ = dynamo_graphs(lambda x: program(x.flatten(0, 1)), x)
+    state, _ = rewrite(gm, MegaMoEConfig(**(ASKED | options)))
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    return [module.graph for module in trace_graphs(gm, inputs, state)]
+
+
+def layer(group, style=GroupedExperts):
+    return style(WIDTH, 64, 2 * LOCAL, 2, group)
+
+
+def called(graph, *targets):
+    return [n for n in graph.nodes if n.target in targets]
+
+
+def unpacked(graph):
+    return called(graph, UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE)
+
+
+@pytest.mark.parametrize("chunks", slow_but([2], [1, 2, 4]))
+def test_rows_and_gradients_that_arrive_are_fed_and_messages_are_kept(fake_ranks, chunks):
+    """Forward the rows of the combine alone are unpacked; backward the gradients of the dispatch,
+    and what weights' gradients read: each once."""
+    forward, backward = traced(layer(fake_ranks), chunks=chunks, **IN_EIGHT_BITS)
+    fed, back = called(forward, MESSAGE_ROWS), called(backward, MESSAGE_ROWS)
+    assert len(fed) == len(back) == chunks  # gate and up read one
+    assert all(is_wait(node.args[0]) for node in (*fed, *back))
+    assert not any(GIVEN in node.meta for node in (*fed, *back))  # of the calls that they were
+    assert len(called(forward, QUANTIZE_ROWS)) == chunks  # what the down projection reads
+    assert len(unpacked(forward)) == 1
+    given = (tensor_of(n) for n in backward.find_nodes(op="placeholder"))
+    assert sum(t is not None and t.dtype is torch.uint8 for t in given) == chunks
+    assert len(unpacked(backward)) == 2 * chunks + 1
+
+
+class Padded(GroupedExperts):
+    """Reads its rows by an index behind which a row of zeros stands, as torchtitan pads groups."""
+
+    def experts(self, rows, received):
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
+        x = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])[perm]
+        h = F.silu(torch._grouped_mm(x, self.w1, offs=offs))
+        out = torch._grouped_mm(h, self.w2, offs=offs)
+        return torch.zeros_like(out).index_copy(0, perm, out)
+
+
+def test_rows_of_padding_are_rows_of_a_message(fake_ranks):
+    forward, _ = traced(layer(fake_ranks, Padded), chunks=1, dispatch_wire="fp8")
+    (fed,) = called(forward, MESSAGE_ROWS)
+    assert fed.args[0].target is torch.ops.aten.cat.default
+    assert unpacked(forward) == []
+
+
+class Cut(GroupedExperts):
+    """Its products take a run of the rows, as chunks of torchtitan's padded rows do."""
+
+    def experts(self, rows, received):
+        perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
+        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
+        x = torch.cat([rows, rows.new_zeros((8, rows.shape[1]))])
+        x = x[torch.cat([perm, perm.new_full((8,), -1)])]
+        gate = F.silu(torch._grouped_mm(x[:-8], self.w1, offs=offs))
+        out = torch._grouped_mm(gate * torch._grouped_mm(x[:-8], self.w3, offs=offs), self.w2, offs)
+        return torch.zeros_like(out).index_copy(0, perm, out)
+
+
+def test_runs_of_rows_are_runs_of_their_index(fake_ranks):
+    """Two products cut the same rows, each for itself."""
+    forward, backward = traced(layer(fake_ranks, Cut), chunks=1, dispatch_wire="fp8")
+    (fed,) = called(forward, MESSAGE_ROWS)
+    assert fed.args[1].target is torch.ops.aten.slice.Tensor
+    assert unpacked(forward) == []
+    assert len(unpacked(backward)) == 2  # for gradients of weights, and those of the dispatch
+
+
+class Doubled(GroupedExperts):
+    """Something else of the forward reads the rows that arrive."""
+
+    def experts(self, rows, received):
+        return super().experts(rows, received) + rows
+
+
+def test_rows_that_something_else_reads_are_fed_and_unpacked(fake_ranks):
+    forward, _ = traced(layer(fake_ranks, Doubled), dispatch_wire="fp8")
+    assert len(called(forward, MESSAGE_ROWS)) == 2
+    assert len(unpacked(forward)) == 2
+
+
+OTHERS = [
+    {"expert_compute": "fp8_rowwise", "dispatch_wire": "fp8"},
+    {"expert_compute": "fp8_blockwise"},
+    {"disable_passes": ("feed_products",), "dispatch_wire": "fp8"},
+]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_rows_of_another_format_are_quantised(fake_ranks, options):
+    forward, _ = traced(layer(fake_ranks), **options)
+    assert called(forward, MESSAGE_ROWS) == []
+    assert len(called(forward, QUANTIZE_ROWS)) == 4
+
+
+def test_gradients_of_another_type_are_quantised(fake_ranks):
+    forward, backward = traced(layer(fake_ranks), expert_gradients="e5m2", **IN_EIGHT_BITS)
+    assert len(called(forward, MESSAGE_ROWS)) == 2
+    assert called(backward, MESSAGE_ROWS) == []
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_layer_that_is_computed_again_has_the_same_operators(fake_ranks, is_recomputed):
+    inner = layer(fake_ranks)
+
+    def program(x):
+        return checkpoint(inner, x, use_reentrant=False) if is_recomputed else inner(x)
+
+    forward, backward = traced(program, dispatch_wire="fp8")
+    assert len(called(forward, MESSAGE_ROWS)) == 2
+    assert len(called(backward, MESSAGE_ROWS)) == 2 * is_recomputed
+
+
+ONCE = [{"chunks": 1}, {"chunks": 4}, {"batch_parts": 2}, {"chunk_by": "tokens"}]
+
+
+@pytest.mark.parametrize("options", slow_but(ONCE[1:3], ONCE), ids=str)
+def test_each_experts_weight_is_quantised_once_forward_and_once_backward(fake_ranks, options):
+    """Its payload is not kept for the backward, which quantises the transposed weight."""
+    forward, backward = traced(layer(fake_ranks), equal_tokens=True, **options)
+    for graph in (forward, backward):
+        quantised = called(graph, QUANTIZE_WEIGHT)
+        assert sum(node.meta["val"][0].shape[0] for node in quantised) == 3 * LOCAL
+    (output,) = forward.find_nodes(op="output")
+    kept = [tensor_of(n) for n in output.all_input_nodes]
+    assert not any(t is not None and t.dtype is torch.float8_e4m3fn for t in kept)
