@@ -3,19 +3,27 @@
 Contract
     A `MegaMoEConfig` that exists is valid; every field is one of the documented options.
     Precedence: `options=` over the TOML table over `MEGAMOE_*` variables over the defaults.
-
-Whether an option may have a value, and what to write instead.
-Each check returns where the value is allowed, and raises InvalidConfig where it is not.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
+from moe_compile.allowed_values import (
+    AMOUNTS,
+    ONE_PIECE,
+    check_amount,
+    check_apply_scores,
+    check_budget,
+    check_choice,
+    check_chunk_by,
+    check_expert_gradients,
+    check_number,
+    check_one_piece,
+)
 from moe_compile.errors import InvalidConfig, nearest
 
 PREFIX: Final = "megamoe."
@@ -239,15 +247,10 @@ class MegaMoEConfig:
         check_chunk_by(self.chunk_by, self.hop_slices, self.chunk_edges)
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        check_host_reads(self)
-        for name in ("max_memory_increase", "routing_skew", "offload_budget", "row_room"):
+        check_one_piece(self.host_reads, {name: getattr(self, name) for name in ONE_PIECE})
+        for name in AMOUNTS:
             check_amount(name, getattr(self, name))
         check_budget(self.activation_budget, self.recompute)
-        if self.offload_budget > 1 and self.offload_budget % 1:
-            raise InvalidConfig(
-                f"megamoe.offload_budget is {self.offload_budget!r}; write "
-                f"{AMOUNTS['offload_budget']}"
-            )
         for name, hint in HINTS.items():
             if hint in KINDS and not _is_of_kind(name, value := getattr(self, name)):
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what_to_write(name)}")
@@ -381,125 +384,6 @@ def _check_table_only(name: str, value: object) -> None:
         raise InvalidConfig(
             f"[megamoe] {name} = {value!r} is not available in this version; "
             f"write one of {', '.join(TABLE_ONLY[name])}"
-        )
-
-
-AMOUNTS: Final = {
-    "max_memory_increase": "a fraction of at least 0, 0.05 for example",
-    "offload_budget": "a share from 0 to 1, such as 0.5, or a whole number of bytes, such as "
-    "2000000000",
-    "row_room": "a number above 0, 1.5 for example",
-    "routing_skew": "0 if experts are chosen evenly, or a larger number, 0.5 for example",
-}
-"""What to write of each amount."""
-
-
-def check_number(name: str, chunks: object) -> None:
-    """Raise InvalidConfig for anything but "auto" or a whole number of at least 1."""
-    whole = isinstance(chunks, int) and not isinstance(chunks, bool) and chunks >= 1
-    if not whole and chunks != "auto":
-        raise InvalidConfig(
-            f'megamoe.{name} is {chunks!r}; write "auto" or a whole number of at least 1'
-        )
-
-
-def check_chunk_by(chunk_by: str, slices: object, edges: str) -> None:
-    """Raise InvalidConfig as `check_number`, and for what chunks of tokens do not have.
-
-    There `chunks` is the number of slices, and no chunk of experts has `edges`.
-    """
-    check_number("hop_slices", slices)
-    if edges == "load" and chunk_by == "tokens":
-        raise InvalidConfig(
-            f'megamoe.chunk_edges is {edges!r}, but chunk_by is "tokens", and chunks of tokens '
-            "have rows of all experts; leave out one of the two options"
-        )
-    if slices not in ("auto", 1) and chunk_by == "tokens":
-        raise InvalidConfig(
-            f'megamoe.hop_slices is {slices}, but chunk_by is "tokens"; leave out chunk_by: then '
-            "megamoe.chunks splits the experts, and hop_slices splits hop 1"
-        )
-
-
-def check_apply_scores(apply_scores: str, dispatch: str, nodes: str) -> None:
-    """Raise InvalidConfig where scores are to travel beside rows, and no rows travel."""
-    for name, value, plain in (("dispatch", dispatch, "all_to_all"), ("nodes", nodes, "off")):
-        if apply_scores == "before_down" and value not in (plain, "auto"):
-            raise InvalidConfig(
-                f'megamoe.apply_scores is "before_down", but {name} = {value!r} sends a token once '
-                f"for several rows, without the scores of these rows; leave out {name}, or "
-                "apply_scores"
-            )
-
-
-ONE_PIECE: Final[Mapping[str, tuple[object, ...]]] = {
-    "chunks": (1, "auto"),
-    "dispatch": ("all_to_all", "auto"),
-    "nodes": ("off", "auto"),
-    "dispatch_wire": ("same", "auto"),
-    "combine_wire": ("same", "auto"),
-    "transport": ("functional",),
-    "apply_scores": ("model",),
-    "expert_compute": ("same",),
-}
-"""Values of other options with which the host can do without reads."""
-
-
-def check_host_reads(config: MegaMoEConfig) -> None:
-    """Raise InvalidConfig where other options ask for rows that travel in another way, or none."""
-    if config.row_room == 0:
-        raise InvalidConfig(f"megamoe.row_room is 0; write {AMOUNTS['row_room']}")
-    for name, values in ONE_PIECE.items() if config.host_reads == "none" else ():
-        if (value := getattr(config, name)) not in values:
-            raise InvalidConfig(
-                f'megamoe.host_reads is "none", with {name} = {value!r}; rows then travel in one '
-                f"piece, by a plain all-to-all: leave out {name}, or host_reads"
-            )
-
-
-def check_expert_gradients(compute: str, gradients: str) -> None:
-    """Raise InvalidConfig for a format of gradients that the recipe lacks, or nothing reads."""
-    is_read = compute != "same" or gradients == "e4m3"
-    if is_read and (compute, gradients) != ("fp8_rowwise", "e5m2"):
-        return
-    raise InvalidConfig(
-        f"megamoe.expert_gradients is {gradients!r}, which megamoe.expert_compute = {compute!r} "
-        "does not have; write expert_compute = 'fp8_blockwise', or leave out expert_gradients"
-    )
-
-
-def check_amount(name: str, amount: Any) -> None:
-    """Raise InvalidConfig for anything but a number of at least 0."""
-    is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
-    if not is_number or not math.isfinite(amount) or amount < 0:
-        raise InvalidConfig(f"megamoe.{name} is {amount!r}; write {AMOUNTS[name]}")
-
-
-BUDGET: Final = (
-    "a share above 0 and at most 1, such as 0.5, or a whole number of bytes per graph, such as "
-    "2_000_000_000"
-)
-
-
-def check_budget(budget: object, recompute: str) -> None:
-    """Raise InvalidConfig for anything but a share or bytes, and for a share that nothing reads."""
-    is_share = isinstance(budget, int | float) and 0 < budget <= 1
-    is_bytes = isinstance(budget, int) and budget > 1
-    if isinstance(budget, bool) or not (is_share or is_bytes):
-        raise InvalidConfig(f"megamoe.activation_budget is {budget!r}; write {BUDGET}")
-    if budget != 1 and recompute != "price":
-        raise InvalidConfig(
-            f"megamoe.activation_budget is {budget!r}, but megamoe.recompute = {recompute!r} does "
-            'not use a budget; write recompute = "price", or leave out activation_budget'
-        )
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise InvalidConfig for anything but one of `choices`."""
-    if value not in choices:
-        raise InvalidConfig(
-            f"megamoe.{name} is {value!r}; write one of {', '.join(choices)}."
-            + (nearest(value, choices) if isinstance(value, str) else "")
         )
 
 

@@ -13,6 +13,7 @@ LAYERS = (  # left to right; longest prefix wins
         "moe_compile.errors",
         "moe_compile.entry_points",
         "moe_compile.journal",
+        "moe_compile.allowed_values",
         "moe_compile.config",
         "moe_compile.hardware",
         "moe_compile.source_hash",
