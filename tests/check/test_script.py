@@ -66,7 +66,7 @@ def test_generated_code_of_a_script_is_compared_and_timed_and_other_options_are_
         tmp_path, "--nproc=2", "--steps=1", "--rounds=3", "--sections=same,faster,better"
     )
     assert status == 0, said
-    assert "same: node by node: the same bit for bit; generated code: gradients are" in said
+    assert "same: node by node: the same bit for bit; generated code: distance of gradients" in said
     assert "faster: a step takes" in said and "better: " in said
 
 
