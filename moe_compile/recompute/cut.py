@@ -32,12 +32,12 @@ def around(storages: Storages, ns: Sequence[int], budget: int) -> tuple[Kept, Ke
     `ns` are the prices of the steps. Both are the same where no budget lies between: it allows the
     fastest of all, or not even the one that keeps least.
     """
-    least, fastest = _cut(storages, ns, by_bytes=sum(ns) + 1, by_time=1), None
-    if least.nbytes <= budget:
-        fastest = _cut(storages, ns, by_bytes=1, by_time=sum(storages.nbytes) + 1)
-    if fastest is None or fastest.nbytes <= budget:
-        found = least if fastest is None else fastest
-        return found, found
+    least = _cut(storages, ns, by_bytes=sum(ns) + 1, by_time=1)
+    if least.nbytes > budget:
+        return least, least
+    fastest = _cut(storages, ns, by_bytes=1, by_time=sum(storages.nbytes) + 1)
+    if fastest.nbytes <= budget:
+        return fastest, fastest
     less, more = least, fastest
     while True:
         worth, price = less.again_ns - more.again_ns, more.nbytes - less.nbytes
@@ -66,5 +66,5 @@ def _cut(storages: Storages, ns: Sequence[int], *, by_bytes: int, by_time: int) 
     flow.add_nodes_from([FORWARD, BACKWARD])
     flow.add_edges_from((("needed", storage), BACKWARD) for storage in storages.needed)
     _, (_, behind) = networkx.minimum_cut(flow, FORWARD, BACKWARD)
-    again = {number for kind, number in behind if kind == "again"}
-    return storages.kept(storages.not_made_by(again), ns)
+    run_again = {number for kind, number in behind if kind == "again"}
+    return storages.kept(storages.not_made_by(run_again), ns)
