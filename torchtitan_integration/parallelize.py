@@ -23,7 +23,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_ddp
 
 from moe_compile.config import PREFIX
-from moe_compile.recompute.choose_kept import LEAST
+from moe_compile.recompute.policies import LEAST
 from moe_compile.runtime.agree_on_machine import agree_on_machines
 from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
 from torchtitan_integration.block_groups import block_groups, forward_of, run_as_group
