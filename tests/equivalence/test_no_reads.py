@@ -139,7 +139,7 @@ def test_a_token_that_is_nan_spoils_no_other(mirrored_ranks):
 
 LEFT = {
     GroupedExperts: "could not be evaluated",
-    LoopExperts: "is read outside it",
+    LoopExperts: "an operator outside reads a value",
     FusedGateUp: "with rows behind",
     MeanOfRows: "mixes rows",
 }
