@@ -11,6 +11,7 @@ from moe_compile.runtime.rerun import RERUN
 from moe_compile.testing.mirrored_rank import MirroredGroup
 from tests.layers import FusedGateUp, GroupedExperts, LoopExperts
 from tests.padded_layers import Checkpointed, MeanOfRows, PaddedGroups, TwoLayers
+from tests.slow_parameters import slow_but
 
 WIDTH, HIDDEN, EXPERTS, TOP_K = 64, 32, 8, 2
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.host_reads": "none", "megamoe.equal_tokens": True}
@@ -70,7 +71,7 @@ def with_room(rank, style, room, seeds, **options):
     return steps, [(r.verdict, r.num_host_reads) for r in found]
 
 
-@pytest.mark.parametrize("style", [PaddedGroups, TwoLayers, Checkpointed])
+@pytest.mark.parametrize("style", slow_but([TwoLayers], [PaddedGroups, TwoLayers, Checkpointed]))
 def test_rows_with_room_have_the_bits_of_the_program(two_ranks, style):
     for steps, verdicts in two_ranks.run(with_room, style, 2.0, range(2)):
         assert steps == [([], False, False, [])] * 2

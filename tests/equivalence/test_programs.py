@@ -136,6 +136,7 @@ IN_EIGHT_BITS = Program(
 )
 
 
+@pytest.mark.slow
 def test_products_of_programs_are_in_eight_bits(judge):
     text = source_of(IN_EIGHT_BITS)
     judgement = judge.judge(text)

@@ -63,6 +63,7 @@ def check(results, left, expected, *, again):
         assert NO_READS in rank.verdicts
 
 
+@pytest.mark.slow
 def test_accumulated_steps_that_run_again_are_those_of_the_job_with_reads(pool_for, tmp_path):
     pool = pool_for(2)
     expected = run(pool, 2, tmp_path / "reads", ACCUMULATES, READS)

@@ -25,6 +25,7 @@ REGISTERS = 65536
 """Of a multiprocessor."""
 
 
+@pytest.mark.slow
 def test_values_in_the_interpreter():
     done = subprocess.run(
         [sys.executable, "-m", "tests.ops.product_values"],

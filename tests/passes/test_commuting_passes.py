@@ -75,6 +75,16 @@ def sizes_on_the_host():
     return traced(program, torch.randn(4, 2), torch.tensor([3, 1]), torch.tensor([2, 2])).graph
 
 
+def sum_of_rows_received():
+    """Return a graph on a GPU whose last kernel reads rows of a number that the host reads."""
+
+    def program(rows, counts):
+        sent, got = to_list(counts.cpu())
+        return exchange(rows, [got], [sent]).sum(0)
+
+    return traced(program, torch.ones(8, 4), torch.ones(2, dtype=torch.int64)).graph
+
+
 def attention_on_hopper(monkeypatch):
     """Return a graph with the backward of attention, and rows that two sums read halves of."""
     monkeypatch.setattr(size_attention, "capability_of", lambda device: (9, 0))
@@ -122,7 +132,8 @@ def test_either_order_leaves_the_same_graph(sharded, pair, monkeypatch):
     for graph_module, is_backward in zip(trace_both(gm, inputs, state), (False, True), strict=True):
         state.is_backward = is_backward
         did |= in_both_orders(graph_module.graph, pair, state)
-    state.is_in_parts = True
+    state.is_in_parts = state.is_captured = True
     did |= in_both_orders(sizes_on_the_host(), pair, state)
+    did |= in_both_orders(sum_of_rows_received(), pair, state)
     did |= in_both_orders(attention_on_hopper(monkeypatch), pair, state)
     assert did >= {p.name for p in pair}, "one of them had nothing to do"

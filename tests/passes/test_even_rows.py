@@ -90,5 +90,7 @@ def test_rows_that_travel_otherwise_are_refused_beside_it(other):
 
 @pytest.mark.parametrize("room", [0, -1.0, float("inf"), "auto", True])
 def test_a_room_that_is_no_factor_is_refused(room):
-    with pytest.raises(InvalidConfig, match=r"row_room .*; write a number above 0, as 1\.5"):
+    with pytest.raises(
+        InvalidConfig, match=r"row_room .*; write a number above 0, 1\.5 for example"
+    ):
         MegaMoEConfig(host_reads="none", row_room=room)
