@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moe_compile.testing.programs.choices import Backward
-from moe_compile.testing.programs.steps import Step, backwards_of, divide_layers
+from moe_compile.testing.programs.steps import Step, accumulated, backwards_of, divide_layers
 
 
 class Layer(nn.Module):
@@ -62,3 +62,20 @@ def test_gradients_are_those_of_one_backward_or_twice_them(kind, num_parts):
 def test_steps_without_gradients_go_nowhere():
     assert backwards_of("none", 0) == backwards_of("evaluated", 1) == ()
     assert len(backwards_of("evaluated", 2)) == 1
+
+
+class CentredRows(nn.Module):
+    """Rows that tell in how many parts they were computed, beside values that are no rows."""
+
+    def forward(self, x):
+        y = x - x.mean(0)
+        return y, [y * 2, y.sum(), torch.ones(2), 7]
+
+
+def test_rows_beside_the_result_are_those_of_the_parts():
+    x, model = torch.arange(10.0).view(5, 2), CentredRows()
+    found = accumulated(model, model, x, torch.ones(5, 2), [3, 2], ())
+    parts = torch.cat([part - part.mean(0) for part in x.split([3, 2])])
+    assert torch.equal(found["output"], parts)
+    assert torch.equal(found["extra value 0"], 2 * parts)
+    assert not {"extra value 1", "extra value 2", "extra value 3"} & found.keys()

@@ -7,7 +7,7 @@ Contract
     information on sequences is divided by rows. A layer that returns more than rows cannot be
     divided: `MoreThanRows`.
     A step of all of it runs on one part of the batch after another, eagerly or by a backend of
-    torch. Output and gradients are those of gradient accumulation over the parts; gradients
+    torch. Rows and gradients are those of gradient accumulation over the parts; gradients
     accumulated before are added last, as a compiled backward adds up parts by itself. The program
     is left as it was: its counts, integers and random numbers are those of one run of the whole.
 """
@@ -210,9 +210,8 @@ def accumulated(
     sizes: list[int],
     backwards: Sequence[GoBack],
 ) -> dict[str, Any]:
-    """Return output and gradients once all `backwards` went through the same graphs, in turn.
-
-    `function` runs the program.
+    """Return output, other rows of the results, and gradients once all `backwards` went through
+    the same graphs, in turn. `function` runs the program.
     """
     x = x.detach().clone().requires_grad_(bool(backwards))
     total = _gradients_of(program, x)
@@ -225,7 +224,21 @@ def accumulated(
                 go_back(Step([y, *extra], part, x, program), retain=True)
             fresh = _gradients_of(program, x)
             total = {name: _plus(kept, fresh[name]) for name, kept in total.items()}
-    return {"output": torch.cat([y.detach() for y, _ in results]), **total}
+    extras = enumerate(zip(*(extra for _, extra in results), strict=True))
+    rows = {f"extra value {i}": _joined(parts, sizes) for i, parts in extras}
+    found = {name: joined for name, joined in rows.items() if joined is not None}
+    return {"output": torch.cat([y.detach() for y, _ in results]), **found, **total}
+
+
+def _joined(parts: Sequence[Any], sizes: list[int]) -> torch.Tensor | None:
+    """Return rows of all parts, None for results that are not rows of floating-point numbers."""
+    are_rows = all(
+        isinstance(one, torch.Tensor) and one.is_floating_point() and one.dim() == 2
+        for one in parts
+    )
+    if not are_rows or [len(one) for one in parts] != sizes:
+        return None
+    return torch.cat([one.detach() for one in parts])
 
 
 def _gradients_of(program: nn.Module, x: torch.Tensor) -> Gradients:
