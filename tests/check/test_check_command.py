@@ -123,7 +123,7 @@ def test_generated_code_is_no_farther_from_float64_than_inductors_and_is_timed(t
     assert {"Inductor", "Inductor, reordered", "megamoe", "megamoe without chunks"} <= {*timed}
     assert all(row["ratio"]["num_pairs"] == 3 for row in timed.values())
     assert "they do not predict those of a cluster" in said
-    where = json.loads((tmp_path / "check" / "where.json").read_text())
+    where = json.loads((tmp_path / "outputs/check/where.json").read_text())
     assert where["warnings"] == [] and len(where["rows"]) == 9  # counts, and two chunks each way
     assert all(row["predicted"]["total_us"] > 0 for row in where["rows"])
     assert all(row["measured"]["total_us"] > 0 for row in where["rows"])
