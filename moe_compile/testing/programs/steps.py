@@ -224,7 +224,7 @@ def accumulated(
                 go_back(Step([y, *extra], part, x, program), retain=True)
             fresh = _gradients_of(program, x)
             total = {name: _plus(kept, fresh[name]) for name, kept in total.items()}
-    extras = enumerate(zip(*(extra for _, extra in results), strict=True))
+    extras = enumerate(zip(*(extra for _, extra in results), strict=False))  # parts may note less
     rows = {f"extra value {i}": _joined(parts, sizes) for i, parts in extras}
     found = {name: joined for name, joined in rows.items() if joined is not None}
     return {"output": torch.cat([y.detach() for y, _ in results]), **found, **total}
