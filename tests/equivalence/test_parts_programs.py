@@ -3,8 +3,11 @@
 One process is both ranks (`moe_compile/testing/mirrored_rank.py`), which takes seconds a program.
 """
 
+from unittest import mock
+
 import pytest
 
+from moe_compile.testing.programs import run as run_module
 from moe_compile.testing.programs.choices import (
     Backward,
     Counts,
@@ -93,6 +96,23 @@ COMMON = {
 def test_common_forms_equal_accumulation(name):
     judgement = judged(COMMON[name])
     assert judgement.kind is Outcome.SAME and judgement.is_chunked, judgement.detail
+
+
+def where_one_rank_takes_parts_for_another_program(rank, text):
+    """Return the differences where every reference differs, and rank 1 alone rejects parts."""
+    with (
+        mock.patch.object(run_module, "_computes_as", lambda *_: rank == 0),
+        mock.patch.object(run_module, "all_differences", lambda *_: ["differs"]),
+    ):
+        return run_module.run(rank, text).differences
+
+
+def test_ranks_run_the_same_references_whatever_each_thinks_of_one(two_ranks):
+    """A reference that one rank runs and the other leaves out would meet other collectives."""
+    text = source_of(program(Within.PLAIN)).replace("\nMIRRORED = True ", "\nMIRRORED = False ")
+    assert "\nMIRRORED = False " in text
+    found = two_ranks.run(where_one_rank_takes_parts_for_another_program, text)
+    assert found == [["differs"], ["differs"]]
 
 
 @pytest.mark.slow

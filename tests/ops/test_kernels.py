@@ -19,6 +19,7 @@ from moe_compile.ops.product_formats import ELEMENTS
 from moe_compile.ops.wire_format import BLOCK, num_blocks, row_bytes
 from tests.ops.hopper_code import MOST_REGISTERS, THREADS, compile_for_hopper
 from tests.ops.kernel_values import PROPERTIES, hold
+from tests.slow_parameters import slow_but
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,9 +64,10 @@ FORMATS = pytest.mark.parametrize(
 PICKED = pytest.mark.parametrize("picked", [True, False], ids=["picked", "all"])
 
 
-def test_values_in_the_interpreter():
+@pytest.mark.parametrize("values", slow_but(["kernel_values"], ["kernel_values", "product_values"]))
+def test_values_in_the_interpreter(values):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.kernel_values"],
+        [sys.executable, "-m", f"tests.ops.{values}"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
