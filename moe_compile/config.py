@@ -418,4 +418,10 @@ def what_to_lower(config: MegaMoEConfig) -> str:
             f"nodes = {config.nodes!r}: in two hops, a rank holds tokens that reach its node, "
             "besides its rows (write 'off')"
         )
+    if config.host_reads == "none":
+        told.append(
+            f"row_room = {config.row_room}: with host_reads = 'none', buffers have room for that "
+            "many times an even share of the rows (write a smaller row_room, or host_reads = "
+            "'needed')"
+        )
     return "; ".join(told)

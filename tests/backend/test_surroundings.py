@@ -82,6 +82,7 @@ def test_an_error_of_too_little_memory_names_the_options_that_hold_more():
     assert "max_memory_increase = 0.3 lets" in note and "nodes = 'exact': in two hops" in note
     nothing = MegaMoEConfig(schedule=False, recompute="model")
     assert what_to_lower(nothing) == ""
+    assert "row_room = 1.5: " in what_to_lower(MegaMoEConfig(host_reads="none", row_room=1.5))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         agreed_callable(too_large, {}, None)()
     assert not hasattr(caught.value, "__notes__")
