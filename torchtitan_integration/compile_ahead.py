@@ -1,4 +1,4 @@
-"""Stages of a pipeline are compiled side by side, before the first microbatch.
+"""Runs of a pipeline's stages that are no batch's: they compile all stages, and count no tokens.
 
 Contract
     As a schedule first steps, each rank runs every stage of its own once, forward and backward, on
@@ -7,13 +7,20 @@ Contract
     forward and then in reverse, and each compiles as its turn comes.
     The results are dropped: gradients are cleared, buffers and the random generator are as they
     were. It costs the time of one microbatch; its memory is less than that of a step.
+
+    Torch too runs each stage once before the microbatches, to find out shapes: in the first step,
+    and in the step after each validation. Torch 2.13 does so with gradients, on memory that nobody
+    filled. Routers count these tokens, and their rows may have no room. Here counters and the note
+    of rows without room are those of the microbatches alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -25,6 +32,7 @@ from torchtitan.distributed import ParallelDims
 
 from moe_compile.report.process_report import REPORT
 from moe_compile.runtime.rerun import RERUN
+from torchtitan_integration.routing import blocks_with_experts
 
 LOG: Final = logging.getLogger(__name__)
 SEED: Final = 20240229
@@ -66,6 +74,7 @@ class CompileAhead:
         """Step as `schedule` does; `hidden` is the shape of the values between two stages."""
         self._schedule, self._parts, self._hidden = schedule, parts, hidden
         self._device, self._job = device, job
+        self._num_microbatches = job.training.local_batch_size // hidden[0]
         self.num_graphs: int | None = None
         """Graphs that were compiled ahead; None before the first step."""
 
@@ -74,7 +83,8 @@ class CompileAhead:
         if self.num_graphs is None:
             given = {k: v for k, v in kwargs.items() if k not in ("losses", "return_outputs")}
             self.num_graphs = self._run_once(args, given)
-        return self._schedule.step(*args, target=target, **kwargs)
+        with microbatches_alone(self._parts, self._num_microbatches):
+            return self._schedule.step(*args, target=target, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Return the schedule's own attribute."""
@@ -83,8 +93,7 @@ class CompileAhead:
     def _run_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         before, began = len(REPORT.compilations), time.monotonic()
         LOG.info("megamoe: compiling the stages of the pipeline, all at once")
-        number = self._job.training.local_batch_size // self._hidden[0]
-        arguments, keywords = split_args_kwargs_into_chunks(args, kwargs, number)
+        arguments, keywords = split_args_kwargs_into_chunks(args, kwargs, self._num_microbatches)
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             for part in self._parts:
@@ -115,3 +124,35 @@ def run_and_forget(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     with torch.no_grad():
         for buffer, before in kept:
             buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def microbatches_alone(parts: Sequence[nn.Module], num_microbatches: int) -> Iterator[None]:
+    """Step a schedule; take out what torch's search for shapes counted and noted, if it ran.
+
+    The search ends before any of the `parts` runs a second time. It ran if a part ran more often
+    than there are microbatches.
+    """
+    counters = [block.moe.tokens_per_expert for block in blocks_with_experts(parts)]
+    runs: Counter[nn.Module] = Counter()
+    first_runs: list[tuple[list[torch.Tensor], torch.Tensor | None]] = []
+
+    def before_run(part: nn.Module, _: Any) -> None:
+        runs[part] += 1
+        if runs[part] == 2 and not first_runs:
+            first_runs.append(([counter.clone() for counter in counters], RERUN.taken()))
+
+    before, noted = [counter.clone() for counter in counters], RERUN.taken()
+    handles = [part.register_forward_pre_hook(before_run) for part in parts]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    RERUN.add(noted)
+    for counted, note in first_runs:
+        if max(runs.values()) <= num_microbatches:
+            RERUN.add(note)
+            continue
+        for counter, then, first in zip(counters, counted, before, strict=True):
+            counter.sub_(then - first)

@@ -83,13 +83,14 @@ class CapacityChunk:
     def _adds_bias_apart(self, node: fx.Node) -> bool:
         """Whether torch adds the bias after the product: `F.linear` does for rows with gaps.
 
-        The only expert of a chunk has rows without gaps, for which it would add it inside.
+        Rows of two dimensions are the exception. The only expert of a chunk has rows without gaps,
+        for which it would add it inside.
         """
         bias = argument_of(node, 2, "bias") if operator_name(node) == "linear" else None
         if bias is None or len(self._experts) > 1:
             return False
         rows = tensor_of(argument_of(node, 0, "input"))
-        return rows is not None and not rows.is_contiguous()
+        return rows is not None and rows.dim() > 2 and not rows.is_contiguous()
 
     def _add_bias_apart(self, node: fx.Node) -> None:
         names = ("input", "weight", "bias")

@@ -194,13 +194,8 @@ def _far(what, pairs, bound):
 
 
 def _other_choices(ranks, one, layout):
-    """Yield where experts did not get as many tokens as on one rank: were any chosen otherwise?
-
-    Before its first step a pipeline also routes memory that nobody filled, to find out its shapes.
-    """
+    """Yield where experts did not get as many tokens as on one rank: were any chosen otherwise?"""
     for step, expected in enumerate(one["choices"]):
-        if step == 0 and layout.pp > 1:
-            continue
         counted = defaultdict(int)
         for rank in ranks:
             for name, rows in rank["choices"][step].items():

@@ -1,18 +1,21 @@
-"""Stages of a pipeline compile before the first microbatch, and the job trains as without that."""
+"""Stages compile before the first microbatch, and train as without; counts are of microbatches."""
 
 import contextlib
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.report.process_report import REPORT
+from moe_compile.runtime.rerun import RERUN
 from tests.integration.layout_table import TESTED
 from tests.integration.one_rank import Recorder, num_ranks, settings_of
 from tests.integration.titan_jobs import OURS, train
-from torchtitan_integration.compile_ahead import run_and_forget
+from tests.scheduled_layers import one_rank_group
+from torchtitan_integration.compile_ahead import microbatches_alone, run_and_forget
 
 PIPELINE, INTERLEAVED = TESTED[13], TESTED[14]
 TENSOR = next(layout for layout in TESTED if layout.pp > 1 and layout.tp > 1)
@@ -31,11 +34,11 @@ class Counting(Recorder):
 
 
 class AsTheyCome(Recorder):
-    """Steps torch's own schedule."""
+    """Leaves it to torch's schedule to run each stage first."""
 
     @contextlib.contextmanager
     def __call__(self, rank, trainer):
-        trainer.pp_schedule = trainer.pp_schedule._schedule
+        trainer.pp_schedule.num_graphs = 0
         with super().__call__(rank, trainer):
             yield
 
@@ -65,6 +68,55 @@ def test_a_run_ahead_leaves_nothing_behind():
     run_and_forget(part, (x,), {})
     assert x.grad.tolist() == [1.0] * 4  # it ran
     assert part.weight.grad is None and part.seen.item() == 0
+
+
+class Routed(nn.Module):
+    """Counts the tokens of its block, and notes that a 5 has no room, nor has its first run."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Module()
+        block.moe_enabled, block.moe = True, Counts()
+        block.moe.register_buffer("tokens_per_expert", torch.full((2,), 7.0))
+        self.layers = nn.ModuleDict({"0": block})
+
+    def forward(self, x):
+        moe = self.layers["0"].moe
+        moe.tokens_per_expert += len(x)
+        RERUN.add(((x == 5).any() | (moe.seen == 0)).int())
+        return moe(x)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("is_searched", [True, False], ids=["searched", "known"])
+def test_a_schedules_counts_and_notes_are_those_of_microbatches(microbatches, is_searched):
+    """A pipeline of one stage, whose shapes are searched for in its first step; then known."""
+    one_rank_group()
+    stage = PipelineStage(Routed(), 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, microbatches, loss_fn=lambda out, target: (out - target).sum())
+    x, rows = torch.ones(6, 4), 6.0
+    target = torch.zeros(6, 4)
+    if not is_searched:
+        schedule.step(x, target=target)
+    counter = stage.submod.layers["0"].moe.tokens_per_expert.fill_(7.0)
+    RERUN.taken()
+    with microbatches_alone([stage.submod], microbatches):
+        schedule.step(x, target=target)
+    assert counter.tolist() == [7.0 + rows] * 2
+    assert RERUN.taken().item() == 0
+    x[0] = 5  # in the first microbatch, which is what the search was given too
+    with microbatches_alone([stage.submod], microbatches):
+        schedule.step(x, target=target)
+    assert counter.tolist() == [7.0 + 2 * rows] * 2
+    assert RERUN.taken().item() == 1
+
+
+def test_a_note_of_before_outlives_a_step():
+    with microbatches_alone([], 1):
+        RERUN.add(torch.ones((), dtype=torch.int32))
+    with microbatches_alone([], 1):
+        pass
+    assert RERUN.taken().item() == 1
 
 
 @pytest.mark.slow

@@ -120,8 +120,9 @@ def test_exchanges_of_a_balanced_routing_are_counted_by_hand(dry_run, tmp_path):
 
 def shares(output):
     """Return the exposed shares: forward, forward and backward, and the least of any order."""
-    (line,) = re.findall(r"exposed share: (.*?these graphs: \d+%)", output.replace("\n", " "))
-    return [int(share) / 100 for share in re.findall(r"(\d+)%", line)]
+    said = r"exposed share: (\d+)% forward, (\d+)% forward and backward; .*? less than (\d+)%"
+    (found,) = re.findall(said, output.replace("\n", " "))
+    return [int(share) / 100 for share in found]
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ TINY = {
 }
 for name, flavor in TINY.items():
     get_train_spec(name).model_args["tiny"] = flavor
-# torch finds a pipeline stage's shapes by running it on uninitialised memory, and the router counts
+# torch finds a pipeline stage's shapes by running it on uninitialised memory, and torchtitan counts
 # these tokens too: with load balancing, no two pipeline runs of torchtitan are alike
 get_train_spec("deepseek_v3").model_args["tiny_pipeline"] = debug_deepseek_v3(
     **DEEPSEEK, n_layers=4, moe_args=moe(load_balance_coeff=None)
@@ -108,12 +108,12 @@ get_train_spec("gpt_oss").model_cls = GptOss
 for name, flavor in FLOAT32.items():
     get_train_spec(name).model_args["float32"] = flavor
 get_train_spec("deepseek_v3").model_args["float32_pipeline"] = debug_deepseek_v3(
-    **DEEPSEEK | WIDE, n_layers=4, moe_args=moe(load_balance_coeff=None, use_grouped_mm=False)
+    **DEEPSEEK | WIDE, n_layers=4, moe_args=moe(use_grouped_mm=False)
 )
 get_train_spec("qwen3").model_args["float32_pipeline"] = debug_qwen3(
     **QWEN | WIDE,
     n_layers=4,
-    moe_args=moe(num_shared_experts=0, load_balance_coeff=None, use_grouped_mm=False),
+    moe_args=moe(num_shared_experts=0, use_grouped_mm=False),
 )
 for name in TINY:
     lay_out_by_us(get_train_spec(name))
