@@ -1,10 +1,10 @@
 """Runs of a pipeline's stages that are no batch's: they compile all stages, and count no tokens.
 
 Contract
-    As a schedule first steps, each rank runs every stage of its own once, forward and backward, on
-    a microbatch. Ranks of a stage do so together, and no stage waits for another: compiling takes
-    as long as the slowest stage. Without it torch runs one stage after another to find out shapes,
-    forward and then in reverse, and each compiles as its turn comes.
+    As a schedule first steps in a job of megamoe, each rank runs every stage of its own once,
+    forward and backward, on a microbatch. Ranks of a stage do so together, and no stage waits for
+    another: compiling takes as long as the slowest stage. Without it torch runs one stage after
+    another to find out shapes, forward and then in reverse, and each compiles as its turn comes.
     The results are dropped: gradients are cleared, buffers and the random generator are as they
     were. It costs the time of one microbatch; its memory is less than that of a step.
 
@@ -32,6 +32,7 @@ from torchtitan.distributed import ParallelDims
 
 from moe_compile.report.process_report import REPORT
 from moe_compile.runtime.rerun import RERUN
+from torchtitan_integration.job_config import asks_for_megamoe
 from torchtitan_integration.routing import blocks_with_experts
 
 LOG: Final = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ Split = Callable[..., tuple[Any, list[nn.Module], bool, bool]]
 
 
 def compiled_ahead(split: Split) -> Split:
-    """Return `split`, whose schedule compiles all stages as it first steps."""
+    """Return `split`, whose schedule compiles all stages of megamoe's jobs as it first steps."""
 
     def pipeline(
         model: nn.Module,
@@ -75,8 +76,8 @@ class CompileAhead:
         self._schedule, self._parts, self._hidden = schedule, parts, hidden
         self._device, self._job = device, job
         self._num_microbatches = job.training.local_batch_size // hidden[0]
-        self.num_graphs: int | None = None
-        """Graphs that were compiled ahead; None before the first step."""
+        self.num_graphs: int | None = None if asks_for_megamoe(job) else 0
+        """Graphs that were compiled ahead; None before the first step of a job of megamoe."""
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Step as torch's schedule does, the first time after all stages ran once."""

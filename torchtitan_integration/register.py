@@ -111,15 +111,10 @@ def make_spec(model: str) -> TrainSpec:
 
     # torchtitan never splits its Qwen3, though its code skips layers that a stage lacks
     split = spec.pipelining_fn or pipeline_llm
-
-    def pipeline(model: nn.Module, dims: ParallelDims, job: JobConfig, *others: Any) -> Any:
-        with_stages = compiled_ahead(split) if asks_for_megamoe(job) else split
-        return with_stages(model, dims, job, *others)
-
     changed = dataclasses.replace(
         spec,
         parallelize_fn=layout,
-        pipelining_fn=pipeline,
+        pipelining_fn=compiled_ahead(split),
         build_loss_fn=loss,
         build_dataloader_fn=dataloader,
         build_optimizers_fn=build_optimizers,
