@@ -11,6 +11,7 @@ prepare_torch()
 
 import torch
 import torch.distributed as dist
+from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -35,7 +36,8 @@ def train(rank, ranks, port, flags, recorder=None):
         return None
     result, before, counter = JobResult(), len(REPORT.compilations), RoutingCounter()
     graphs_before = len(REPORT.as_dict()["graphs"])
-    with _listening(result):
+    # torchtitan sets a job's budget for the whole process
+    with _listening(result), functorch_config.patch(activation_memory_budget=1.0):
         trainer = cpu_trainer()(ConfigManager().parse_args([*flags, f"--job.config_file={CONFIG}"]))
         try:
             if trainer.job_config.checkpoint.create_seed_checkpoint:

@@ -119,8 +119,8 @@ def twice(m, x, c):
 
 OTHERS = {
     "an index of another order": (by_another_order, Reason.ROWS_OUT_OF_ORDER),
-    "an index that differs along a row": (shifted_in_each_column, Reason.UNKNOWN_OPERATOR),
-    "an index into the columns": (along_the_columns, Reason.UNKNOWN_OPERATOR),
+    "an index that differs along a row": (shifted_in_each_column, Reason.VALUE_FROM_COUNTS),
+    "an index into the columns": (along_the_columns, Reason.VALUE_FROM_COUNTS),
     "a vector along each row": (across, Reason.VALUE_FROM_COUNTS),
     "some columns only": (some_columns, Reason.UNKNOWN_OPERATOR),
     "a sum into rows": (twice, Reason.UNKNOWN_OPERATOR),
