@@ -26,8 +26,8 @@ from typing import Final
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import has_static_inputs, is_all_to_all
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import allowed_by

@@ -22,7 +22,6 @@ from moe_compile.batch.taken_places import counts_places
 from moe_compile.dims.arguments import one_index, operator_name
 from moe_compile.dims.factors import Factor, Lost, flat
 from moe_compile.dims.tracker import Tracker
-from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import storages
 from moe_compile.graph.effects import is_pure
 from moe_compile.graph.facts import GraphFacts
@@ -33,6 +32,7 @@ from moe_compile.graph.modes import (
     chooses_attention,
 )
 from moe_compile.graph.query import called_name, has_gradient, operator_at, tensor_of
+from moe_compile.graph.torch_calls import maker_of
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.token_index import TokenIndex

@@ -26,10 +26,10 @@ from moe_compile.dims.factors import Dims, Factor, Lost, flat, unify
 from moe_compile.dims.flow import Flow
 from moe_compile.dims.operators import meet_outer
 from moe_compile.dims.tracker import Tracker
-from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import storages, written_arguments
 from moe_compile.graph.inner_graphs import body_named, is_flex_attention, is_higher_order
 from moe_compile.graph.query import operator_at, tensor_of, value_of
+from moe_compile.graph.torch_calls import maker_of
 
 OUTSIDE: Final = ("placeholder", "get_attr")
 

@@ -9,7 +9,7 @@ Contract
 
 from __future__ import annotations
 
-from moe_compile.graph.open_sorts import is_open_sort
+from moe_compile.graph.torch_calls import is_open_sort
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.operator_call import Call

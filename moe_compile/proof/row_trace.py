@@ -33,8 +33,8 @@ from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.inner_graphs import CHECKPOINT, bodies, is_higher_order
 from moe_compile.graph.modes import Mode, changes_mode, modes, running_under
 from moe_compile.graph.observation import alike, call, running_on
-from moe_compile.graph.open_sorts import is_open_sort, stable_call
 from moe_compile.graph.query import is_launch, operator_at, tensor_of, value_of, waits_on
+from moe_compile.graph.torch_calls import is_open_sort, stable_call
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.constant_nodes import constant_nodes

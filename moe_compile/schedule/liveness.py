@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.alias_classes import AliasClasses
+from moe_compile.graph.aliases import AliasClasses
 from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.precedence import awaited
 from moe_compile.graph.query import is_offload, is_wait, value_of

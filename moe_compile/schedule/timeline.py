@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.launch_order import ANNOTATIONS, REGION
-from moe_compile.graph.part_order import PRODUCTS
+from moe_compile.graph.launch_order import ANNOTATIONS, PRODUCTS, REGION
 from moe_compile.graph.query import (
     operator_of,
     overload_name,

@@ -16,10 +16,10 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.read_regions import Replayed, read_work
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
-from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.edit import erase_dead, move_before, replace_uses
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import known_rows, operator_at, tensor_of, waits_on
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import allowed_by

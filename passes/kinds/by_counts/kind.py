@@ -20,8 +20,8 @@ import torch.fx as fx
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.traced_nodes import Layers
 from moe_compile.graph.facts import GraphFacts
-from moe_compile.graph.open_sorts import make_stable
 from moe_compile.graph.query import bytes_of_row, source_place, tensor_of
+from moe_compile.graph.torch_calls import make_stable
 from moe_compile.plan.planned import Findings, FoundExperts, PlannedExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.row_proof import prove_rows_independent
