@@ -28,8 +28,7 @@ from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.observation import fake_mode_of
 from moe_compile.graph.query import expression_of, operator_at, tensor_of, value_of
 from moe_compile.journal.entries import PassReport, Verdict, judged
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.plan import RewritePlan
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.detect_moe import find_moe_regions

@@ -52,8 +52,7 @@ from moe_compile.graph.query import (
     output_splits,
     tensor_of,
 )
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.proof.kernel_bits import bits
 
 ATTENTION: Final = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)

@@ -24,8 +24,7 @@ from moe_compile.dims.tracker import Tracker, is_form
 from moe_compile.graph.aliases import maker, readers
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import has_gradient, is_launch, operator_at, value_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 
 
 def heads_read(

@@ -26,8 +26,7 @@ from moe_compile.dims.factors import (
 )
 from moe_compile.dims.tracker import CUTS, Tracker, is_movement
 from moe_compile.graph.query import is_launch, operator_at
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 
 REPETITIONS: Final = frozenset({"expand", "repeat_interleave"})
 

@@ -33,8 +33,7 @@ from moe_compile.graph.modes import (
 )
 from moe_compile.graph.query import called_name, has_gradient, operator_at, tensor_of
 from moe_compile.graph.torch_calls import maker_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.token_index import TokenIndex
 
 

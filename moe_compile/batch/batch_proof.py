@@ -65,11 +65,10 @@ from moe_compile.graph.query import (
     tensor_of,
 )
 from moe_compile.graph.torch_calls import maker_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.proof.row_proof import prove_rows_independent
+from moe_compile.regions.body_nodes import is_host_read
 from moe_compile.regions.detect_moe import find_moe_regions
-from moe_compile.regions.host_reads import is_host_read
 from moe_compile.regions.implied_assertions import is_implied
 from moe_compile.regions.regions import RowProof
 from moe_compile.regions.replayable import memory_of

@@ -54,8 +54,7 @@ from moe_compile.graph.query import (
     waits_on,
 )
 from moe_compile.journal.entries import Verdict
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 
 
 @dataclass(frozen=True, slots=True)

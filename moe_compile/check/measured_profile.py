@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moe_compile.check.links import link_of
-from moe_compile.hardware.collectives import spread_of
-from moe_compile.hardware.links import CTAS, NETWORK, NODE
+from moe_compile.hardware.links import CTAS, NETWORK, NODE, spread_of
 from moe_compile.hardware.profile import load_profile, read_profile
 from moe_compile.hardware.sourced_file import dump_sourced, put_number
 

@@ -17,10 +17,11 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.dims.arguments import operator_name as function_name
+from moe_compile.dims.arguments import operator_name
 from moe_compile.dims.factors import Lost
 from moe_compile.dims.flow import Call, Flow, Followed
-from moe_compile.dims.operators import UNIFORM, follow_operator, is_known, operator_name
+from moe_compile.dims.operators import UNIFORM, follow_operator, is_known
+from moe_compile.dims.operators import operator_name as aten_name
 from moe_compile.dims.record import UNTRACEABLE, Operator, Recorder
 from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.observation import call, draws_by_schema, fake_mode_of, running_on
@@ -61,7 +62,7 @@ def run_node(
     try:
         with running_on(fake):
             args, kwargs = fx.node.map_arg((args, kwargs), value)
-            if (func := AS_ONE.get(function_name(node))) is not None:
+            if (func := AS_ONE.get(operator_name(node))) is not None:
                 made = value_of(node).detach()
                 follow_one(flow, Operator(node, func, args, kwargs, made))
                 return made
@@ -90,7 +91,7 @@ def follow_one(flow: Flow, one: Operator) -> None:
     if not is_one and draws_by_schema(one.func, one.args, one.kwargs):
         raise flow.lost("draws random numbers")
     if not one.inputs:
-        if operator_name(one.func) not in UNIFORM:  # its values differ by place, as of `arange`
+        if aten_name(one.func) not in UNIFORM:  # its values differ by place, as of `arange`
             flow.close(dim for tensor in one.outputs for dim in flow.dims(tensor))
         return
     if not one.outputs:

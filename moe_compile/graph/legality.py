@@ -32,8 +32,7 @@ from moe_compile.graph.modes import (
     entered_since,
 )
 from moe_compile.graph.query import has_gradient, is_launch, is_wait, operator_at, value_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 
 
 class Hazard(enum.Enum):

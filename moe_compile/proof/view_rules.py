@@ -16,8 +16,7 @@ import torch
 
 from moe_compile.graph.memory import storages_of
 from moe_compile.graph.query import tensor_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.proof.operator_call import Call, dim_of
 from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.row_domain import (

@@ -18,8 +18,15 @@ import torch.fx as fx
 
 from moe_compile.proof.operator_call import Call, Knowledge, dim_of
 from moe_compile.proof.view_rules import row_dim_through, slice_bounds
-from moe_compile.regions.filled_orders import order_after_write_between, order_along
-from moe_compile.regions.row_domain import Fixed, Order, Rows, Value, cut
+from moe_compile.regions.row_domain import (
+    Fixed,
+    Order,
+    Rows,
+    Value,
+    cut,
+    order_after_write_between,
+    order_along,
+)
 
 
 class _Part(NamedTuple):

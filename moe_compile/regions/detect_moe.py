@@ -60,8 +60,7 @@ from moe_compile.graph.query import (
 from moe_compile.journal.entries import Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import MoERegion, exchanges
-from moe_compile.regions.replayable import check_neighbours
-from moe_compile.regions.sent_counts import fillers_of_counts, forms_of_counts
+from moe_compile.regions.replayable import check_neighbours, fillers_of_counts, forms_of_counts
 
 
 def find_moe_regions(facts: GraphFacts) -> tuple[list[MoERegion], list[Verdict]]:

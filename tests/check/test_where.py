@@ -26,7 +26,7 @@ from moe_compile.check.sections import Record, read_section
 from moe_compile.check.where import Found, judge_contention, judge_window
 from moe_compile.check.where_table import constants, says_where, table_of_where
 from moe_compile.hardware.links import Link
-from moe_compile.schedule.kept_timelines import keep_timeline
+from moe_compile.schedule.timeline import keep_timeline
 from moe_compile.schedule.timeline_data import AFTER, packed
 
 LINK = Link(gb_per_s=1.0, latency_us=10.0)

@@ -43,7 +43,7 @@ from moe_compile.graph.query import (
     tensor_of,
 )
 from moe_compile.graph.snapshot import copy_of_graph
-from moe_compile.hardware.collectives import spread_of
+from moe_compile.hardware.links import spread_of
 from moe_compile.predicted_time import timelines_as_written
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import predicted_measures, record_of

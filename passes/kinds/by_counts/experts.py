@@ -35,8 +35,7 @@ from moe_compile.cost.traced_nodes import Layers, TracedNodes
 from moe_compile.graph.query import known_rows, tensor_of
 from moe_compile.hardware.chip_limits import waits_in_products
 from moe_compile.journal.entries import Verdict
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import (
     AUTO_CHUNKS,

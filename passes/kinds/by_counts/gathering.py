@@ -20,14 +20,13 @@ from moe_compile.graph.edit import erase_dead, move_before, replace_uses
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import known_rows, operator_at, tensor_of, waits_on
 from moe_compile.graph.snapshot import copy_of_graph
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.journal.remedies import allowed_by
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.decide import asks_planner
 from moe_compile.plan.dispatch_rules import DispatchCosts, quantises_rows, rounding_of
 from moe_compile.plan.planned import FoundExperts
-from moe_compile.regions.body_needs import needs_of_body
+from moe_compile.regions.body_nodes import needs_of_body
 from moe_compile.regions.grouped_products import EightBits, compute_in_eight_bits, is_grouped
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrite_effects import find_effects

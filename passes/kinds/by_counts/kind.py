@@ -25,8 +25,8 @@ from moe_compile.graph.torch_calls import make_stable
 from moe_compile.plan.planned import Findings, FoundExperts, PlannedExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.row_proof import prove_rows_independent
+from moe_compile.regions.body_nodes import count_host_reads
 from moe_compile.regions.detect_moe import find_moe_regions
-from moe_compile.regions.host_reads import count_host_reads
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.report.region_reports import RegionReport
 from passes.kinds.by_counts.experts import plan_experts

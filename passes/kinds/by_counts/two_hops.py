@@ -19,8 +19,7 @@ import torch.fx as fx
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.hop_shape import HopShape
 from moe_compile.graph.query import tensor_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import plan_num_chunks
 from moe_compile.plan.decide import TwoHops

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moe_compile.graph.query import operator_at
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.regions import MoERegion, RowProof
 from passes.replay.prune import prune_other_experts
 

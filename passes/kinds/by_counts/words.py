@@ -11,8 +11,7 @@ from typing import Final
 import torch
 
 from moe_compile.graph.query import known_rows, source_place
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.journal.remedies import REMEDIES, changes_for
 from moe_compile.ops.wire_format import BLOCK
 from moe_compile.plan.chunk_numbers import NumericalChange, last_bits_remark
