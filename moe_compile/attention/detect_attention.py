@@ -22,18 +22,16 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
-from moe_compile.attention.attention_effects import (
-    backend_choices,
-    is_tensor_parallel,
-    movements_above,
-    nearest_launches,
-)
 from moe_compile.attention.attention_regions import AttentionRegion
-from moe_compile.attention.head_inputs import heads_read
 from moe_compile.attention.head_proof import (
+    backend_choices,
     check_escapes,
     check_heads_stay,
     find_heads,
+    heads_read,
+    is_tensor_parallel,
+    movements_above,
+    nearest_launches,
     no_region,
     track,
 )

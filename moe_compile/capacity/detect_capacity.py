@@ -34,8 +34,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.attention.head_inputs import read_from_outside
-from moe_compile.attention.head_proof import check_escapes
+from moe_compile.attention.head_proof import check_escapes, read_from_outside
 from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.dims.arguments import joined, operator_name
 from moe_compile.dims.factors import Dims, Factor, Lost, flat, holds

@@ -26,9 +26,9 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_aggregate
 
+from moe_compile.batch.batch_body import REPEATS, repeats_in
 from moe_compile.batch.batch_split import BatchSplit
 from moe_compile.batch.batch_terms import Terms, summed_instead, terms_of, weight_of_targets
-from moe_compile.batch.spread_parameters import REPEATS, repeats_in
 from moe_compile.dims.arguments import moved
 from moe_compile.dims.factors import Dims, size_of
 from moe_compile.dims.sizes import SizeNumbers

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from moe_compile.attention import detect_attention, head_inputs, head_proof
+from moe_compile.attention import detect_attention, head_proof
 from moe_compile.attention.detect_attention import find_attention
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.legality import REASONS
@@ -78,7 +78,7 @@ def test_one_local_kv_head_has_no_factor_though_it_is_repeated(fake_ranks, style
 
 def test_every_reason_has_a_program():
     """Those of the plan have theirs in tests/passes/test_chunk_attention.py."""
-    files = (detect_attention, head_inputs, head_proof)
+    files = (detect_attention, head_proof)
     said = re.findall(r"Reason\.([A-Z_]+)", "".join(map(inspect.getsource, files)))
     known = {*(Reason[name] for name in said), *REASONS.values()}
     assert known == {reason for reason, _ in REFUSED.values()}

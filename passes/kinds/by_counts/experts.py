@@ -62,6 +62,7 @@ from passes.kinds.by_counts.chunk_edges import decide_edges
 from passes.kinds.by_counts.draft import Draft
 from passes.kinds.by_counts.gathering import (
     against,
+    find_mixing,
     gathered_form,
     gathered_work,
     gathering,
@@ -78,7 +79,6 @@ from passes.kinds.by_counts.two_hops import (
     shape_of_hops,
     two_hops_of,
 )
-from passes.kinds.by_counts.whole_experts import find_mixing
 from passes.kinds.by_counts.wires import never_packed, plan_wires
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks

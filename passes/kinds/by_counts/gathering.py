@@ -2,6 +2,10 @@
 
 Contract
     The graph is as the model wrote it, and is not edited: a copy is rewritten, and read.
+    Nodes that are not proven row by row must run only where an expert's rows are whole
+    (`find_mixing`). A chunk of whole experts computes them from the same numbers as the region
+    does. A chunk without the expert must not run them; a chunk of tokens would run them on a part
+    of the rows.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from moe_compile.regions.rewrite_effects import find_effects
 from moe_compile.regions.rewrites import Replacement
 from moe_compile.regions.token_regions import GatheredForm, TokenRows
 from passes.replay.gathered import emit_gathered
+from passes.replay.prune import prune_other_experts
 
 EIGHT_BITS: Final = "eight bits are asked for, in which an all-gather sends nothing"
 NOT_COUNTED: Final = "; how many rows a token has is not proven"
@@ -205,3 +210,23 @@ def _apply(form: GatheredForm, rewrite: Replacement) -> frozenset[fx.Node]:
     move_before(effects.moved, effects.read_at)
     erase_dead(after.dead)
     return gathered.routing
+
+
+def find_mixing(
+    region: MoERegion, proof: RowProof, bounds: Iterable[range], *, by_tokens: bool
+) -> Left | None:
+    """Return the refusal of chunks that would run such a node on other rows; None without one."""
+    if by_tokens and proof.whole:
+        return Left(
+            Reason.ROWS_MIXED,
+            f"{operator_at(proof.whole[0][0])}: a chunk has not all rows of an expert",
+        )
+    for chunk, experts in enumerate(bounds):
+        pruned = prune_other_experts(region, proof, experts)
+        for node, whose in proof.whole:
+            if not whose <= set(experts) and node not in pruned.nodes:
+                return Left(
+                    Reason.ROWS_MIXED,
+                    f"{operator_at(node)}: chunk {chunk} has no rows of its expert",
+                )
+    return None

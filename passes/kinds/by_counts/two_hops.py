@@ -30,8 +30,7 @@ from moe_compile.regions.rewrite_effects import find_effects
 from moe_compile.regions.rewrites import Replacement
 from moe_compile.regions.token_regions import TokenRows, TwoHopForm
 from moe_compile.runtime.node_groups import node_groups_of
-from passes.kinds.by_counts.gathering import why_rounded
-from passes.kinds.by_counts.whole_experts import find_mixing
+from passes.kinds.by_counts.gathering import find_mixing, why_rounded
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
 
