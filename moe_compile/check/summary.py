@@ -13,8 +13,7 @@ from rich.table import Table
 
 from moe_compile.check.culprit import sentences
 from moe_compile.check.forms import AS_ASKED
-from moe_compile.check.hardware import said_of_links
-from moe_compile.check.machine import describe_gpu_machine
+from moe_compile.check.hardware import describe_gpu_machine, said_of_links
 from moe_compile.check.ranks import Ranks
 from moe_compile.check.sections import passed_before, read_section, run_sections
 from moe_compile.check.tables import Section, new_table, print_sections
