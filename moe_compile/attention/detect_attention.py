@@ -24,7 +24,6 @@ import torch.nn.functional as F
 
 from moe_compile.attention.attention_regions import AttentionRegion
 from moe_compile.attention.head_proof import (
-    backend_choices,
     check_escapes,
     check_heads_stay,
     find_heads,
@@ -112,7 +111,6 @@ def _region(core: fx.Node, facts: GraphFacts) -> AttentionRegion:
         inward=tuple(inward),
         outward=tuple(outward),
         cut=tuple(cut),
-        state_calls=backend_choices(core),
         tracker=tracker,
         head=head,
         num_heads=size_of(tracker.dims(operands[0])[-3]),

@@ -5,8 +5,7 @@ Contract
     Inputs of an attention region with heads are cut, others are the same for all groups of heads.
     Gradients of inputs are those of the whole region, bit for bit, or the region is refused;
     where groups may round differently anyway, so may gradients of inputs that no exchange brings.
-    What stands around an attention operator, the next collectives and the choice of its backend, is
-    read off the graph's structure.
+    The collectives next to an attention operator are read off the graph's structure.
 
 The gradient of a cut input is a concatenation of the gradients of groups. Where the region
 reads it several times, a group adds up its own terms before anything else is added to them.
@@ -38,7 +37,6 @@ from moe_compile.dims.factors import (
 from moe_compile.dims.tracker import CUTS, Tracker, is_form, is_movement
 from moe_compile.graph.aliases import maker, readers
 from moe_compile.graph.facts import GraphFacts
-from moe_compile.graph.modes import chooses_attention
 from moe_compile.graph.query import (
     has_gradient,
     is_all_gather,
@@ -188,15 +186,6 @@ def is_tensor_parallel(core: fx.Node) -> bool:
     return is_gathered and any(
         "reduce" in overload_name(n) for n in nearest_launches(core, up=False)
     )
-
-
-def backend_choices(core: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the selections of a backend on either side of `core`: entering and leaving."""
-    nodes = list(core.graph.nodes)
-    at = nodes.index(core)
-    calls = [(i, n) for i, n in enumerate(nodes) if chooses_attention(n)]
-    before, after = [n for i, n in calls if i < at], [n for i, n in calls if i > at]
-    return (before[-1], after[0]) if before and after and len(before) % 2 else ()
 
 
 def movements_above(operand: fx.Node) -> set[fx.Node]:

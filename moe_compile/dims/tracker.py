@@ -34,6 +34,7 @@ from moe_compile.dims.record import UNTRACEABLE, Operator, Recorder
 from moe_compile.dims.sizes import SizeNumbers
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.inner_graphs import is_higher_order
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.modes import Mode, running_under
 from moe_compile.graph.observation import call, draws_by_schema, fake_mode_of, running_on
 from moe_compile.graph.query import (
@@ -130,11 +131,6 @@ def follow_one(flow: Flow, one: Operator) -> None:
     inherited = [pair for tensor in one.inputs for pair in flow.of(tensor).picked]
     picked = [list(inherited) for _ in one.outputs]
     follow_operator(Call(one.node, one.func, one.args, one.kwargs, one.out, flow, picked))
-
-
-def results(made: Any) -> list[torch.Tensor]:
-    """Return the tensors among the results of a node."""
-    return [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
 
 
 def is_even_exchange(node: fx.Node) -> bool:
@@ -279,7 +275,7 @@ class Tracker(Notes):
     def run(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
         """Follow factors through a node by the operators that it runs."""
         made, flow = self.made_by(node, sources)
-        each = [flow.of(tensor) for tensor in results(made)]
+        each = [flow.of(tensor) for tensor in tensors_in(made)]
         whole = each[0]
         if not isinstance(made, torch.Tensor):
             self.put_several(node, [one.dims for one in each], [one.picked for one in each])
@@ -306,7 +302,7 @@ class Tracker(Notes):
         flow = Flow(node, self.numbers, self)
         with running_under(self._modes[node]):  # autocast chooses the operators that run
             made = run_node(flow, self._given, instead)
-        if not results(made):
+        if not tensors_in(made):
             raise Lost(f"{operator_at(node)} returns no tensor")
         return made, flow
 

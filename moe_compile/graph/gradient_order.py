@@ -41,6 +41,7 @@ from torch.utils import _pytree as pytree
 from moe_compile.graph.aliases import maker, readers
 from moe_compile.graph.dependence import Dependence, storages, written_arguments
 from moe_compile.graph.inner_graphs import bodies, is_higher_order
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.observation import call, fake_mode_of, running_on
 from moe_compile.graph.query import (
     expression_of,
@@ -263,7 +264,7 @@ def _term(reader: fx.Node, source: fx.Node, lay: Lay) -> torch.Tensor | None:
     """Return the term of `reader` for gradients laid out by `lay`; None where it is not known."""
 
     def term(made: Any, read: torch.Tensor) -> torch.Tensor:
-        leaves = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+        leaves = tensors_in(made)
         each = [t for t in leaves if t.requires_grad]
         return torch.autograd.grad(each, read, list(map(lay, each)))[0]
 

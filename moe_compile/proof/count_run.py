@@ -37,9 +37,9 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from moe_compile.dims.record import Operator
-from moe_compile.graph.memory import storages_of
+from moe_compile.graph.memory import storages_of, tensors_in
 from moe_compile.graph.query import value_of
-from moe_compile.proof.constant_rules import FILLS
+from moe_compile.proof.constants import FILLS
 from moe_compile.proof.operator_call import SYMBOLIC
 from moe_compile.proof.row_trace import HostRead, NotFollowed, Step, Trace
 from moe_compile.regions.count_facts import CountFacts
@@ -223,16 +223,12 @@ def _read(step: Step) -> list[torch.Tensor]:
         return list(step.inputs)
     if not isinstance(step, Operator) or _is_fill(step):
         return []
-    return _tensors((step.args, step.kwargs))
+    return tensors_in((step.args, step.kwargs))
 
 
 def _is_fill(step: Operator) -> bool:
     name = str(step.func._schema.name).removeprefix("aten::")
     return name in FILLS  # not those in place: they write what others made
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(slots=True)
@@ -299,11 +295,11 @@ class OneRun:
         if isinstance(step.out, torch.Tensor):
             self._note(step.out, result)
             return
-        for fake, real in zip(_tensors(step.out), _tensors(result), strict=True):
+        for fake, real in zip(tensors_in(step.out), tensors_in(result), strict=True):
             self._note(fake, real)
 
     def _check_size(self, out: Any) -> None:
-        for fake in _tensors(out):
+        for fake in tensors_in(out):
             sizes = [s if isinstance(s, int) else self._size_if_known(s) for s in fake.shape]
             if math.prod(sizes) > MOST_ELEMENTS:
                 raise TooLarge

@@ -42,7 +42,7 @@ from moe_compile.graph.aliases import origin
 from moe_compile.graph.inner_graphs import body_named, is_higher_order
 from moe_compile.graph.modes import Mode, modes, modes_around
 from moe_compile.graph.query import is_leaf, value_of, waits_on
-from moe_compile.proof.constant_nodes import constant_nodes, constants_behind
+from moe_compile.proof.constants import constant_nodes, constants_behind
 from moe_compile.proof.kernel_bits import KernelBits, bits
 from moe_compile.regions.outside_reads import is_differentiable
 from moe_compile.regions.regions import MoERegion, RowProof

@@ -51,7 +51,7 @@ from moe_compile.graph.query import (
     value_of,
 )
 from moe_compile.journal.reasons import Left, Reason
-from moe_compile.proof.constant_nodes import constants_behind
+from moe_compile.proof.constants import constants_behind
 from moe_compile.proof.grouped_rules import why_not_sliceable
 from moe_compile.proof.kernel_bits import bits
 from moe_compile.proof.operator_call import SYMBOLIC, Call, Knowledge, functional

@@ -26,7 +26,7 @@ from typing import Final
 
 from moe_compile.journal.reasons import Left, Reason
 from moe_compile.proof import (
-    constant_rules,
+    constants,
     count_rules,
     grouped_rules,
     index_rules,
@@ -71,8 +71,8 @@ the table of `moe_compile/dims/operators.py`."""
 
 def apply(call: Call) -> Value | list[Value]:
     """Return the values of the results of `call`; raise Left where they are not known."""
-    if call.name in constant_rules.FILLS:
-        return constant_rules.fill(call)
+    if call.name in constants.FILLS:
+        return constants.fill(call)
     values = [call.value(t) for t in call.inputs]
     if any(isinstance(v, OfExpert) for v in values):
         raise Left(
@@ -84,7 +84,7 @@ def apply(call: Call) -> Value | list[Value]:
     has_rows = any(isinstance(v, Rows) for v in values)
     if not has_rows and not any(isinstance(v, FROM_COUNTS) for v in values):
         given = [v for v in values if isinstance(v, Outside)]
-        return from_outside(call, given) if given else constant_rules.fixed(call)
+        return from_outside(call, given) if given else constants.fixed(call)
     check_arguments(call)
     result = _indexed(call)
     if result is None:

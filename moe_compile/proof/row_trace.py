@@ -32,12 +32,13 @@ from torch.utils import _pytree as pytree
 from moe_compile.dims.record import UNTRACEABLE, Operator, Recorder
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.inner_graphs import CHECKPOINT, bodies, is_higher_order
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.modes import Mode, changes_mode, modes, running_under
 from moe_compile.graph.observation import alike, call, running_on
 from moe_compile.graph.query import is_launch, operator_at, tensor_of, value_of, waits_on
 from moe_compile.graph.torch_calls import is_open_sort, stable_call
 from moe_compile.journal.reasons import Left, Reason
-from moe_compile.proof.constant_nodes import constant_nodes
+from moe_compile.proof.constants import constant_nodes
 from moe_compile.regions.regions import MoERegion
 
 
@@ -187,7 +188,7 @@ class _Runner:
 
 
 def _types(value: Any) -> list[torch.dtype]:
-    return [t.dtype for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return [t.dtype for t in tensors_in(value)]
 
 
 class _Stopped(Exception):
