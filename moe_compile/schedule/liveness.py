@@ -80,14 +80,6 @@ class Liveness:
             yield during, live
 
 
-def offloaded_bytes(graph: fx.Graph, sizes: NominalSizes) -> int:
-    """Return the bytes that one run of a forward graph leaves in host memory, until its backward.
-
-    So many bytes of the activations that it keeps are not on the device, for each microbatch.
-    """
-    return sum(sizes.nbytes(value_of(node)) for node in graph.nodes if is_offload(node))
-
-
 def _sent(node: fx.Node) -> tuple[fx.Node, ...]:
     launch = awaited(node) if is_wait(node) else None
     return tuple(launch.all_input_nodes) if launch is not None else ()
