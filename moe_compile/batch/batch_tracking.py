@@ -28,10 +28,9 @@ from moe_compile.batch.batch_terms import loss_arguments
 from moe_compile.batch.sharded_rules import sharded_rule
 from moe_compile.batch.taken_places import is_taken, taken
 from moe_compile.batch.token_shares import dims_of_slice
-from moe_compile.dims.factors import Dims, Factor, Lost, flat, size_of, unify
+from moe_compile.dims.factors import Dims, Factor, Lost, SizeNumbers, flat, size_of, unify
 from moe_compile.dims.flow import Flow
 from moe_compile.dims.operators import meet_outer
-from moe_compile.dims.sizes import SizeNumbers
 from moe_compile.dims.tracker import Tracker
 from moe_compile.graph.dependence import storages, written_arguments
 from moe_compile.graph.facts import GraphFacts

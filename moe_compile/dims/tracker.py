@@ -26,12 +26,11 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.dims.arguments import dim_of, moved, one_index, operator_name
-from moe_compile.dims.factors import Dims, Factor, Lost, flat, regroup, size_of
+from moe_compile.dims.factors import Dims, Factor, Lost, SizeNumbers, flat, regroup, size_of
 from moe_compile.dims.flow import Call, Flow, Followed, Notes, Picked, Picks
 from moe_compile.dims.operators import UNIFORM, follow_operator, is_known
 from moe_compile.dims.operators import operator_name as aten_name
 from moe_compile.dims.record import UNTRACEABLE, Operator, Recorder
-from moe_compile.dims.sizes import SizeNumbers
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.inner_graphs import is_higher_order
 from moe_compile.graph.memory import tensors_in

@@ -69,7 +69,7 @@ from moe_compile.proof.row_trace import (
     trace_body,
 )
 from moe_compile.proof.sampled_counts import check_on_samples, check_single_experts
-from moe_compile.proof.written_parts import WrittenParts
+from moe_compile.proof.view_rules import WrittenParts
 from moe_compile.regions.count_facts import CountFacts, said_to_be
 from moe_compile.regions.outside_reads import Reads, is_differentiable
 from moe_compile.regions.regions import MoERegion, RowProof
