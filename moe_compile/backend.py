@@ -46,8 +46,8 @@ from moe_compile.config import OFF, MegaMoEConfig, what_to_lower
 from moe_compile.errors import InvalidConfig, RegionRefused
 from moe_compile.failed_compilation import compiled_or_as_written
 from moe_compile.first_run import AsWritten, agreed_callable, programs_of
+from moe_compile.graph.gradient_order import note_outer_gradients
 from moe_compile.graph.inner_graphs import names_of_functions, names_of_recomputed
-from moe_compile.graph.outer_gradients import note_outer_gradients
 from moe_compile.graph.overflow_output import add_overflow, overflows_of
 from moe_compile.graph.snapshot import Snapshot
 from moe_compile.graph.user_order import user_order

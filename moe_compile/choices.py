@@ -18,7 +18,7 @@ import torch.fx as fx
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import CHOICES, MegaMoEConfig
-from moe_compile.graph.copied_graph import copy_of_graph
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.plan.chunk_numbers import NumericalChange
 from moe_compile.plan.state import CompileState
 from moe_compile.report.compilations import Compilation

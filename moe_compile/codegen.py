@@ -29,7 +29,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from moe_compile.cost.aot_trace import AOT, aot_graphs
+from moe_compile.cost.layer_program import AOT, aot_graphs
 from moe_compile.entry_points import hash_of_packages
 from moe_compile.errors import InvalidConfig
 from moe_compile.failed_compilation import forget_unfinished_symbols

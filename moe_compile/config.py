@@ -313,10 +313,10 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return ours, {k: v for k, v in options.items() if not k.startswith(PREFIX)}
 
 
-def check_name(name: str, *, where: str, known: tuple[str, ...] = OPTION_NAMES) -> None:
+def check_name(name: str, *, where: str) -> None:
     """Raise InvalidConfig unless `name` is a documented option; `where` says who wrote it."""
-    if name not in known:
-        raise InvalidConfig(no_option(name, where=where, known=known))
+    if name not in OPTION_NAMES:
+        raise InvalidConfig(no_option(name, where=where))
 
 
 def no_option(name: str, *, where: str, known: tuple[str, ...] = OPTION_NAMES) -> str:

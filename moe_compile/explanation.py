@@ -29,8 +29,8 @@ from moe_compile.backend import rewrite
 from moe_compile.choices import Choice, choices_of
 from moe_compile.codegen import trace_graphs
 from moe_compile.config import PREFIX, MegaMoEConfig, from_sources
-from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import value_of
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.graph.user_order import user_order
 from moe_compile.hardware import load_profile
 from moe_compile.predicted_time import timelines_as_written

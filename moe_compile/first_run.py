@@ -21,8 +21,8 @@ import torch
 import torch.fx as fx
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 
-from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.edit import forget_slice_sizes
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.graph.user_order import UserOrder
 from moe_compile.runtime.agreement import Agreement, Calls, Turn, current_agreement
 from moe_compile.runtime.call_log import CompiledProgram

@@ -26,12 +26,12 @@ from typing import Final
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import has_static_inputs, is_all_to_all
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import allowed_by
-from moe_compile.plan.choose_parts import PartsDecision, TriedProgram, choose_parts
+from moe_compile.plan.choose_plan import PartsDecision, TriedProgram, choose_parts
 from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted
 from moe_compile.report.compilations import Compilation

@@ -22,8 +22,8 @@ from moe_compile.cost.amounts import Amounts
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.rates import perturbed_profiles
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import is_all_to_all, value_of
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Journal
 from moe_compile.plan.state import CompileState

@@ -30,15 +30,13 @@ import torch.fx as fx
 
 from moe_compile.dims.record import UNTRACEABLE
 from moe_compile.errors import ContractViolation
-from moe_compile.graph.copied_graph import copy_of_graph
-from moe_compile.graph.edit import Emitter, erase_unused, read_instead, substitute
+from moe_compile.graph.edit import Emitter, erase_unused, read_instead, store_values, substitute
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.observation import fake_mode_of
 from moe_compile.graph.query import C10D, input_splits, operator_at, output_splits, value_of
-from moe_compile.graph.stored_values import store_values
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.journal.entries import Verdict, judged
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.state import CompileState
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions

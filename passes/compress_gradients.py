@@ -11,6 +11,9 @@ Contract
 Off unless `gradient_wire = "bf16_fp32_sum"`. A parameter's gradient is told from an activation's,
 which tensor parallelism reduces, by its uses: the graph returns it, and on the way its values are
 at most cast, scaled or added to, or summed over replicas (MegaScale-MoE, section 5).
+A linear operator is so element by element, except for rounding: the sum of two results is the
+result for the sum, apart from a constant added. An operator that is not listed here is said not to
+be linear, pointwise ones too.
 Each rank decides by its own backward graph. The facts of the forward that decide it are part of the
 plan that ranks agree on; where they decide apart all the same, the orders they record differ.
 """
@@ -25,7 +28,6 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import ValuedEmitter, erase_unused, substitute
-from moe_compile.graph.linear import is_linear
 from moe_compile.graph.query import (
     C10D,
     argument_of,
@@ -44,6 +46,27 @@ from passes.contract import Fact, GraphPass
 ATEN: Final = torch.ops.aten
 SUMMED: Final = ("sum", "avg")
 """Reductions that are sums, up to a factor."""
+COPIES: Final = frozenset(
+    {
+        ATEN._to_copy.default,
+        ATEN._unsafe_view.default,
+        ATEN.clone.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+SUMS: Final = frozenset(
+    {
+        ATEN.add.Tensor,
+        ATEN.add.Scalar,
+        ATEN.sub.Tensor,
+        ATEN.sub.Scalar,
+        ATEN.rsub.Tensor,
+        ATEN.rsub.Scalar,
+        ATEN.neg.default,
+    }
+)
+PRODUCTS: Final = frozenset({ATEN.mul.Tensor, ATEN.mul.Scalar})
+QUOTIENTS: Final = frozenset({ATEN.div.Tensor, ATEN.div.Scalar})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,3 +263,19 @@ def _value(node: fx.Node) -> torch.Tensor:
     value = tensor_of(node)
     assert value is not None
     return value
+
+
+def is_linear(node: fx.Node, varying: Collection[fx.Node]) -> bool:
+    """Whether `node` is linear in those of its inputs that are `varying`, the others held."""
+    target, value = node.target, tensor_of(node)
+    if not isinstance(target, torch._ops.OpOverload) or value is None:
+        return False
+    if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        return False  # a cast to integers drops fractions
+    if target in SUMS or target in COPIES:
+        return True
+    if target in PRODUCTS:
+        return sum(factor in varying for factor in node.args) <= 1
+    if target in QUOTIENTS:
+        return node.args[1] not in varying
+    return target.is_view and target is not ATEN.view.dtype  # that one reinterprets bits

@@ -10,8 +10,9 @@ and have `torch.distributed`'s collectives write memory, and others (see below).
 A program may have a function of its own that waits, as older torch has no derivative of a wait: on
 a tensor that was awaited before, it returns a view.
 Older torch traces a differentiable all-to-all as `_c10d_functional_autograd.all_to_all_single`
-whose wait hides in the body of an `autograd_function_apply` operator. Newer torch waits for several
-tensors at once (`graph/single_waits.py`).
+whose wait hides in the body of an `autograd_function_apply` operator. torch 2.15 waits by
+`wait_tensors` for a collective of several tensors, in programs and in derivatives; `split_waits`
+makes a wait for each of it, as torch had until then.
 
 A `BufferFill` is memory that a program makes for one operator to write, and that nothing else
 writes. A fill is found only where reading the collective's result in place of the memory is the
@@ -32,6 +33,7 @@ rank sends none, say, is its own affair.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -65,7 +67,6 @@ from moe_compile.graph.query import (
     value_of,
     waits_on,
 )
-from moe_compile.graph.single_waits import split_waits
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
@@ -80,6 +81,7 @@ from passes.function_exchanges import (
 )
 
 VISIBLE: Final = "the graph already has its launch and its wait as nodes"
+TOGETHER: Final = "_c10d_functional::wait_tensors"
 
 
 @dataclass(frozen=True)
@@ -371,3 +373,30 @@ def _note(node: fx.Node) -> None:
     sizes = [number_of(size) for size in tensor.shape]
     if all(sizes) and tensor.is_contiguous():
         node.meta["example_value"] = tensor.view([size or 0 for size in sizes])
+
+
+def split_waits(graph: fx.Graph) -> tuple[str, ...]:
+    """Split each wait for several tensors whose readers take one of them; return their names."""
+    together = [node for node in graph.nodes if overload_name(node) == TOGETHER]
+    found = [node for node in together if all(map(_takes_one, node.users))]
+    for node in found:
+        _split(node)
+    return tuple(node.name for node in found)
+
+
+def _takes_one(reader: fx.Node) -> bool:
+    return reader.target is operator.getitem and type(reader.args[1]) is int
+
+
+def _split(together: fx.Node) -> None:
+    """Wait for each tensor where `together` stands, in the order it names them."""
+    emit, tensors = Emitter(together), list(together.args[0])
+    is_overload = isinstance(together.target, torch._ops.OpOverload)
+    target = C10D.wait_tensor.default if is_overload else C10D.wait_tensor
+    waits = [emit.call(target, tensor) for tensor in tensors]
+    values = value_of(together) or [value_of(tensor) for tensor in tensors]
+    for wait, value in zip(waits, values, strict=True):
+        wait.meta["val" if is_overload else "example_value"] = value
+    for reader in list(together.users):
+        substitute(reader, waits[reader.args[1]])
+    erase_dead([together])

@@ -43,7 +43,7 @@ import torch.fx as fx
 
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.alias_classes import AliasClasses
+from moe_compile.graph.aliases import AliasClasses
 from moe_compile.graph.edit import (
     Emitter,
     ValuedEmitter,

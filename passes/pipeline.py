@@ -27,8 +27,7 @@ from torch._logging import trace_structured
 from moe_compile.entry_points import REWRITES, installed
 from moe_compile.errors import ContractViolation, InvalidConfig, MegaMoEError, nearest
 from moe_compile.graph.modes import without_saved_tensors_hooks
-from moe_compile.graph.snapshot import Snapshot
-from moe_compile.graph.text import lines_of
+from moe_compile.graph.snapshot import Snapshot, lines_of
 from moe_compile.journal.entries import Dropped, GraphText, PassReport
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState

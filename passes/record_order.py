@@ -24,7 +24,7 @@ from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from moe_compile.runtime.launch_records import RECORD_LAUNCHES
-from moe_compile.schedule.kept_timelines import keep_timeline
+from moe_compile.schedule.timeline import keep_timeline
 from passes.contract import Fact, GraphPass
 
 

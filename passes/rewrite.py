@@ -25,8 +25,8 @@ from typing import ClassVar, Final, Generic, TypeVar
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
-from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import has_static_inputs
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import allowed_by

@@ -16,10 +16,10 @@ from typing import ClassVar
 import torch.fx as fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from moe_compile.graph.single_waits import split_waits
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
+from passes.normalize_exchanges import split_waits
 
 
 @dataclass(frozen=True)

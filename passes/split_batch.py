@@ -23,14 +23,12 @@ from moe_compile.batch.batch_split import BatchSplit
 from moe_compile.dims.factors import Lost, holds
 from moe_compile.dims.record import UNTRACEABLE
 from moe_compile.errors import ContractViolation
-from moe_compile.graph.edit import erase_dead, read_instead
+from moe_compile.graph.edit import erase_dead, read_instead, store_values
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.observation import fake_mode_of
 from moe_compile.graph.query import expression_of, operator_at, tensor_of, value_of
-from moe_compile.graph.stored_values import store_values
 from moe_compile.journal.entries import PassReport, Verdict, judged
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.plan import RewritePlan
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.detect_moe import find_moe_regions

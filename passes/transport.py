@@ -26,7 +26,7 @@ from moe_compile.graph.query import (
     output_splits,
     tensor_of,
 )
-from moe_compile.hardware.collectives import leaving_share
+from moe_compile.hardware.links import leaving_share
 from moe_compile.journal.entries import Verdict
 
 FUNCTIONAL: Final = "functional"

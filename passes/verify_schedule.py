@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch.fx as fx
 
 from moe_compile.errors import ContractViolation
-from moe_compile.graph.alias_classes import AliasClasses
+from moe_compile.graph.aliases import AliasClasses
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.launch_order import LAUNCH_RANK

@@ -5,7 +5,7 @@ import re
 from torch.utils import _pytree as pytree
 
 from moe_compile.graph.query import group_name, is_launch, is_wait, overload_name
-from moe_compile.graph.wrapper_order import EventKind, wrapper_events
+from moe_compile.testing.wrapper_order import EventKind, wrapper_events
 from tests.block_layers import EXPERTS, HIDDEN, TOKENS, ParallelBlock, SerialBlock
 
 COMPUTE = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_dot_product")

@@ -5,7 +5,8 @@ Contract
     or not they log. The time this takes is counted, and logged as `megamoe/metrics_time_pct`.
 
     predicted_*   from the hardware profile, per block with experts, forward and backward together
-    waits         of collectives, ms, in the steps that are logged: `step_waits`
+    waits         of collectives, ms, in the steps that are logged, the first one of a process left
+                  out, as it compiles; nothing of validation
     measured_*    from the newest trace of torchtitan's profiler, for all of its steps together
     exchange_*    rows this rank sent to others, out and back, forward and backward; exchanges
                   repeated by `recompute = "recompute_exchanges"` not counted
@@ -15,14 +16,19 @@ Hidden and exposed communication is measured in the traces that torch's profiler
 `moe_compile/check/profiler_trace.py` says: of all collectives of the profiled steps, several at
 once counted once. A trace is read once, in a process of its own: traces are large, and training
 does not wait.
+
+At the end a rank leaves the waits that it measured beside its errors, in the folder that torchrun
+gives it; `megamoe train` reads those of all ranks, and no rank waits for another.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,16 +40,64 @@ from torchtitan.distributed import ParallelDims
 from moe_compile.config import MegaMoEConfig
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.report.process_report import REPORT, figures
+from moe_compile.report.process_waits import predictions, take_waits
+from moe_compile.report.waits import Name
 from moe_compile.runtime.launch_records import executed_records
+from moe_compile.runtime.measured_waits import WAIT_TIMES
 from moe_compile.runtime.rerun import RERUN
 from torchtitan_integration.job_config import compile_options, options_of
 from torchtitan_integration.meshes import expert_mesh
 from torchtitan_integration.routing import RoutingCounter, imbalance, rows_to_others
-from torchtitan_integration.step_waits import StepWaits
 
 QUANTIZED_WAYS: Final = {"fp8": 2, "fp8_forward": 1}
 """Ways of an exchange, of forward and backward, that travel in eight bits."""
 TRACE_READER: Final = "moe_compile.check.profiler_trace"
+ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+"""Variable by which torchrun names a rank's file of errors."""
+
+
+class StepWaits:
+    """The waits of this rank's measured steps."""
+
+    def __init__(self) -> None:
+        """Measure nothing until a step is announced."""
+        WAIT_TIMES.is_on = False
+        self._since = 0
+        """Steps measured since the last `metrics`."""
+        take_waits(0)
+        self._all = take_waits(0)
+
+    def end_step(self, *, is_next_measured: bool) -> None:
+        """Note that a step is over, and whether the next one is measured."""
+        self._since += WAIT_TIMES.is_on
+        WAIT_TIMES.is_on = is_next_measured
+
+    def forget(self) -> None:
+        """Forget what was measured since the last `metrics`."""
+        take_waits(0)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the waits of steps measured since the last call; {} where there are none."""
+        new, self._since = take_waits(self._since), 0
+        self._all = new.and_those_of(self._all)
+        if not new.steps or not new.waits:
+            return {}
+        return {
+            "megamoe/measured_waits_ms_per_step": new.ms_per_step(),
+            "megamoe/predicted_waits_ms_per_step": new.predicted_ms_per_step(predictions()),
+            **{_key(name): 1e3 * s / runs for name, (s, runs) in sorted(new.waits.items())},
+        }
+
+    def leave(self, environment: Mapping[str, str] = os.environ) -> None:
+        """Write all that was measured, where torchrun has a folder for this rank."""
+        WAIT_TIMES.is_on = False
+        if errors := environment.get(ERROR_FILE):
+            self._all.write(Path(errors).parent)
+
+
+def _key(name: Name) -> str:
+    site, phase, node = name
+    return f"megamoe/waits/{site.partition(' in ')[0]}/{phase}/{node}_ms"
 
 
 class MegaMoEMetrics(MetricsProcessor):

@@ -28,7 +28,6 @@ Shapes: rows `x` `[R, D]`, sorted by expert, then rows of no expert; counts `[E]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
@@ -200,8 +199,6 @@ class ModelParts:
 
     module: ModuleType
     """torchtitan's module that lays the model out."""
-    stock: Callable[..., nn.Module]
-    """torchtitan's own parallelize function."""
     knows_cp: bool = True
     """Whether its tensor-parallel plan asks for context parallelism."""
     knows_async_tp: bool = False
@@ -249,10 +246,9 @@ class ModelParts:
 
 
 PARTS: Final = {
-    "deepseek_v3": ModelParts(module=deepseek_v3, stock=deepseek_v3.parallelize_deepseekv3),
+    "deepseek_v3": ModelParts(module=deepseek_v3),
     "gpt_oss": ModelParts(
         module=gpt_oss,
-        stock=gpt_oss.parallelize_gptoss,
         knows_cp=False,
         knows_async_tp=True,
         has_own_experts=True,
@@ -260,8 +256,8 @@ PARTS: Final = {
             over_tp=GptossTensorParallel, over_ep_and_etp=GptossExpertTensorParallel
         ),
     ),
-    "llama4": ModelParts(module=llama4, stock=llama4.parallelize_llama, knows_cp=False),
-    "qwen3": ModelParts(module=qwen3, stock=qwen3.parallelize_qwen3, knows_async_tp=True),
+    "llama4": ModelParts(module=llama4, knows_cp=False),
+    "qwen3": ModelParts(module=qwen3, knows_async_tp=True),
 }
 """Parts of each model, by torchtitan's name of it."""
 

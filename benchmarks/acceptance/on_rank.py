@@ -19,8 +19,8 @@ from torch._dynamo.utils import counters
 
 from benchmarks.acceptance.cases import find_case
 from benchmarks.acceptance.compare import differences, run_steps
-from moe_compile.graph.open_sorts import is_open_sort, make_stable
 from moe_compile.graph.query import source_place
+from moe_compile.graph.torch_calls import is_open_sort, make_stable
 from moe_compile.report.process_report import REPORT
 from moe_compile.testing.rank_pool import forget_compiled
 

@@ -23,7 +23,7 @@ from benchmarks.cuda.amounts import (
 from benchmarks.cuda.calls import Call, Kind, Wrapper
 from benchmarks.cuda.in_flight import faults
 from benchmarks.cuda.wrapper import read_wrapper
-from moe_compile.graph.wrapper_order import EventKind
+from moe_compile.testing.wrapper_order import EventKind
 
 FLEX_KERNEL: Final = re.compile(r"triton_tem_\w*flex_attention")
 """Inductor's template of attention; what it fuses around it has other names."""

@@ -8,7 +8,7 @@ import torch.fx as fx
 from moe_compile.graph.inner_graphs import is_flex_attention, is_higher_order
 from moe_compile.graph.precedence import awaited
 from moe_compile.graph.query import is_launch, is_wait
-from moe_compile.graph.wrapper_order import EventKind
+from moe_compile.testing.wrapper_order import EventKind
 
 
 def graph_letters(graph: fx.Graph) -> str:

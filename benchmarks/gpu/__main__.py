@@ -14,8 +14,8 @@ from rich.console import Console
 
 from benchmarks.gpu.sizes import PROMISED_S, SIZES
 from benchmarks.gpu.summary import print_summary
+from moe_compile.check.hardware import describe_gpu_machine
 from moe_compile.check.limited_process import run_limited
-from moe_compile.check.machine import describe_gpu_machine
 from moe_compile.check.sections import (
     GRACE_S,
     ended,

@@ -7,7 +7,7 @@ Contract
     Sending and receiving do not slow each other (duplex); what a rank keeps costs nothing. Of a
     gathered tensor, and of one that is reduced and scattered, (n - 1) / n crosses each way, as in
     a ring: a gather sends on what it received, a reduction sends partial sums. Over nodes it
-    divides as moe_compile/hardware/collectives.py has it.
+    divides as moe_compile/hardware/links.py has it.
     A launch returns at once; only waiting moves the clock.
 
 Processors are not slowed by a transfer, nor by the sums of a reduction, as with RDMA and a network
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from benchmarks.link.clocks import Clock
 from benchmarks.link.link_model import NO_LINK, ExchangeEnds, LinkRate, Span, Topology, Traffic
 from benchmarks.link.post_board import Post, PostBoard
-from moe_compile.hardware.collectives import spread_of
+from moe_compile.hardware.links import spread_of
 from moe_compile.testing.process_groups import PythonGroup, new_groups_of
 
 BACKEND: Final = "emulated"

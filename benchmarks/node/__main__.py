@@ -16,8 +16,7 @@ from rich.console import Console
 from benchmarks.node.beside import of_own_budget
 from benchmarks.node.sizes import PROMISED_S, SIZES
 from benchmarks.node.summary import print_summary
-from moe_compile.check.machine import describe_gpu_machine
-from moe_compile.check.measured_profile import write_profile
+from moe_compile.check.hardware import describe_gpu_machine, write_profile
 from moe_compile.check.ranks import Ranks
 from moe_compile.check.sections import passed_before, read_arguments, read_section, run_sections
 from moe_compile.hardware.detect import NO_GPU, detected_profile

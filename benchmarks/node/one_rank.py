@@ -19,8 +19,8 @@ from benchmarks.node.hidden import check_hidden
 from benchmarks.node.recipes import check_recipes
 from benchmarks.node.sizes import SIZES, Sizes
 from moe_compile.check.bits import check_bits
+from moe_compile.check.job_sections import read_rank_arguments, run_section, team_of
 from moe_compile.check.links import check_links, node_ranks
-from moe_compile.check.one_rank import read_rank_arguments, run_section, team_of
 from moe_compile.check.team import Team
 
 SECTIONS: Final[Mapping[str, Callable[[Team, Sizes, Path], None]]] = {

@@ -26,7 +26,7 @@ from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.hardware import load_profile
-from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Left
 from moe_compile.plan.candidates import Candidate, list_candidates
 from moe_compile.plan.choose_plan import Decision, choose_plan
 from moe_compile.plan.region_tasks import price_us

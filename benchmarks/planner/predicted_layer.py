@@ -14,7 +14,7 @@ from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.hardware import HardwareProfile, load_profile
-from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Left
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.decide import decide_experts

@@ -38,7 +38,7 @@ from benchmarks.planner.planned_models import CapturedError, Layer, fake_group
 from moe_compile.backend import rewrite
 from moe_compile.codegen import run_on_aot_graph
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.aot_trace import aot_graphs
+from moe_compile.cost.layer_program import aot_graphs
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.recompute.choose_kept import (
     TORCHS_DEFAULT,

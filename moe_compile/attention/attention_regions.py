@@ -54,8 +54,6 @@ class AttentionRegion:
     cut: tuple[fx.Node, ...]
     """Inputs of the body that have heads: tensors sent, operands that no exchange brings, and
     tensors joined to either."""
-    state_calls: tuple[fx.Node, ...]
-    """Selections of a backend that the attention stands between."""
     tracker: Tracker
     head: Factor | None
     """The factor that is the index of KV heads of this rank; None when there is one head."""
@@ -86,12 +84,6 @@ class AttentionRegion:
         """Return why last bits may depend on where heads lie in memory, or ""."""
         alone = self.last_bits.alone if self.num_heads == num_groups else ""
         return (self.last_bits.groups or alone) if num_groups > 1 else ""
-
-    @property
-    def local_operands(self) -> tuple[fx.Node, ...]:
-        """Operands that no exchange brings."""
-        pairs = zip(self.operands, self.sources, strict=True)
-        return tuple(dict.fromkeys(operand for operand, source in pairs if source is None))
 
     @property
     def body(self) -> tuple[fx.Node, ...]:

@@ -22,18 +22,15 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
-from moe_compile.attention.attention_effects import (
-    backend_choices,
-    is_tensor_parallel,
-    movements_above,
-    nearest_launches,
-)
 from moe_compile.attention.attention_regions import AttentionRegion
-from moe_compile.attention.head_inputs import heads_read
 from moe_compile.attention.head_proof import (
     check_escapes,
     check_heads_stay,
     find_heads,
+    heads_read,
+    is_tensor_parallel,
+    movements_above,
+    nearest_launches,
     no_region,
     track,
 )
@@ -52,8 +49,7 @@ from moe_compile.graph.query import (
     output_splits,
     tensor_of,
 )
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.proof.kernel_bits import bits
 
 ATTENTION: Final = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
@@ -115,7 +111,6 @@ def _region(core: fx.Node, facts: GraphFacts) -> AttentionRegion:
         inward=tuple(inward),
         outward=tuple(outward),
         cut=tuple(cut),
-        state_calls=backend_choices(core),
         tracker=tracker,
         head=head,
         num_heads=size_of(tracker.dims(operands[0])[-3]),

@@ -5,24 +5,25 @@ Contract
     ends in: segments of other parts may run between.
     Parameters have gradients as accumulation over the parts gives them: each part makes the values
     computed from them, or repeated for each index of the batch, and adds up its own terms first.
+    So each part repeats a parameter, a class token or learned queries, in its own sizes, instead of
+    cutting the whole. Repetitions other than one run of elements behind another are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.batch.batch_split import BatchSplit, SplitRegion
 from moe_compile.batch.batch_tracking import inside
-from moe_compile.batch.spread_parameters import is_spread
 from moe_compile.batch.taken_places import counts_places
-from moe_compile.dims.arguments import one_index, operator_name
-from moe_compile.dims.factors import Factor, Lost, flat
+from moe_compile.dims.arguments import moved, one_index, operator_name
+from moe_compile.dims.factors import Dims, Factor, Lost, flat, holds, size_of
 from moe_compile.dims.tracker import Tracker
-from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import storages
 from moe_compile.graph.effects import is_pure
 from moe_compile.graph.facts import GraphFacts
@@ -33,9 +34,47 @@ from moe_compile.graph.modes import (
     chooses_attention,
 )
 from moe_compile.graph.query import called_name, has_gradient, operator_at, tensor_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.graph.torch_calls import maker_of
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.token_index import TokenIndex
+
+EXPANDS: Final = frozenset({"expand", "broadcast_to"})
+REPEATS: Final = frozenset({"repeat", "tile"})
+OTHERS: Final = frozenset({"expand_as", "repeat_interleave", "index_select", "embedding", "gather"})
+"""Other operators that repeat elements, which are not made anew in other sizes."""
+
+
+def is_spread(node: fx.Node, tracker: Tracker, batch: Factor) -> bool:
+    """Whether `node`, with the batch and no input that depends on it, repeats a parameter."""
+    name = called_name(node)
+    if not has_gradient(node) or name not in EXPANDS | REPEATS | OTHERS:
+        return False
+    if name in OTHERS or not _is_outermost(node, tracker, batch):
+        raise Lost(f"{name} repeats a parameter once for each index of the batch")
+    return True
+
+
+def repeats_in(node: fx.Node, sizes: list[int]) -> list[int]:
+    """Return the repetitions of each dimension by which `repeat` gives `sizes`."""
+    return [size // given for size, given in zip(sizes, _given_sizes(node), strict=True)]
+
+
+def _is_outermost(node: fx.Node, tracker: Tracker, batch: Factor) -> bool:
+    """Whether each index of the batch has the same elements."""
+    dims: Dims = tracker.dims(node)
+    along = next(i for i, dim in enumerate(dims) if holds(dim, batch))
+    given = _given_sizes(node)[along]
+    if given == 1:
+        return True
+    first, *inner = flat(dims[along])
+    return called_name(node) in REPEATS and first is batch and size_of(inner) % given == 0
+
+
+def _given_sizes(node: fx.Node) -> list[Any]:
+    """Return the sizes of the tensor repeated, with 1 for each dimension that is added."""
+    whole, given = tensor_of(node), tensor_of(moved(node))
+    assert whole is not None and given is not None
+    return [1] * (whole.dim() - given.dim()) + list(given.shape)
 
 
 @dataclass(slots=True)

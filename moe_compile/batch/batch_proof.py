@@ -52,7 +52,6 @@ from moe_compile.capacity.detect_capacity import find_capacity_regions
 from moe_compile.dims.arguments import operator_name
 from moe_compile.dims.factors import Factor, Lost, flat, holds
 from moe_compile.dims.tracker import Tracker, is_even_exchange
-from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import always_holds, draws_random, is_host_arithmetic, is_pure
 from moe_compile.graph.facts import GraphFacts
@@ -65,11 +64,11 @@ from moe_compile.graph.query import (
     operator_at,
     tensor_of,
 )
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.graph.torch_calls import maker_of
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.proof.row_proof import prove_rows_independent
+from moe_compile.regions.body_nodes import is_host_read
 from moe_compile.regions.detect_moe import find_moe_regions
-from moe_compile.regions.host_reads import is_host_read
 from moe_compile.regions.implied_assertions import is_implied
 from moe_compile.regions.regions import RowProof
 from moe_compile.regions.replayable import memory_of

@@ -17,8 +17,7 @@ from moe_compile.dims.factors import Factor, flat
 from moe_compile.dims.tracker import Tracker
 from moe_compile.graph.query import argument_of, operator_at
 from moe_compile.graph.torch_calls import torch_name
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.row_chain import CASTS
 from moe_compile.regions.token_index import TokenIndex
 

@@ -25,8 +25,7 @@ from moe_compile.dims.factors import Dims, Factor, Lost, flat
 from moe_compile.dims.tracker import Tracker, is_movement
 from moe_compile.graph.query import is_launch, known_rows, operator_at
 from moe_compile.graph.torch_calls import torch_name
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.token_index import TokenIndex
 from moe_compile.regions.token_regions import TokenRows

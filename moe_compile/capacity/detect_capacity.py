@@ -32,16 +32,15 @@ from typing import Final
 
 import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
-from moe_compile.attention.head_inputs import read_from_outside
-from moe_compile.attention.head_proof import check_escapes
+from moe_compile.attention.head_proof import check_escapes, read_from_outside
 from moe_compile.capacity.capacity_regions import CapacityRegion
 from moe_compile.dims.arguments import joined, operator_name
 from moe_compile.dims.factors import Dims, Factor, Lost, flat, holds
 from moe_compile.dims.tracker import Tracker, is_even_exchange
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.gradient_order import find_later_reader
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.query import (
     group_name,
     has_gradient,
@@ -54,8 +53,7 @@ from moe_compile.graph.query import (
     waits_on,
 )
 from moe_compile.journal.entries import Verdict
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +188,7 @@ Weights = frozenset[fx.Node]
 
 def are_experts_of_unknown_size(body: Sequence[fx.Node]) -> bool:
     """Whether `body`, in graph order, has a size that is no number, and weights of experts."""
-    sizes = [s for n in body for t in _tensors(value_of(n)) for s in t.shape]
+    sizes = [s for n in body for t in tensors_in(value_of(n)) for s in t.shape]
     if all(isinstance(size, int) for size in sizes):
         return False
     above: dict[fx.Node, Weights] = {}
@@ -234,10 +232,6 @@ def _have_their_own(parts: Sequence[Weights | None]) -> bool:
 def _shape(node: fx.Node) -> tuple[object, ...]:
     tensor = tensor_of(node)
     return () if tensor is None else tuple(tensor.shape)
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 WHOLE: Final = -1

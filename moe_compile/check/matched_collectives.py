@@ -16,11 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from moe_compile.check.intervals import common, length, without
-from moe_compile.check.profiler_trace import Collective, Launch, ProfilerTrace
+from moe_compile.check.profiler_trace import (
+    Collective,
+    Launch,
+    ProfilerTrace,
+    common,
+    length,
+    without,
+)
 from moe_compile.hardware.links import Link
 from moe_compile.report.timelines import Run
-from moe_compile.schedule.kept_timelines import kept_timeline
+from moe_compile.schedule.timeline import kept_timeline
 from moe_compile.schedule.timeline_data import AFTER, ON_COMPUTE, ON_LINK, unpacked
 
 NAMESPACE: Final = "_c10d_functional::"

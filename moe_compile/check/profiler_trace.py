@@ -10,6 +10,7 @@ Contract
     Hidden is the time of collectives while the device computes, exposed is the rest; several at
     once count once.
     A trace with work of a GPU says nothing of collectives of processors.
+    Sets of points in time are intervals: their `union`, what two have in `common`, their `length`.
     Imports no torch: `python -m moe_compile.check.profiler_trace FILE` prints hidden and exposed.
 
 What a trace of processors does not show
@@ -30,8 +31,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-
-from moe_compile.check.intervals import Interval, common, length, union, without
 
 Event = Mapping[str, Any]
 
@@ -62,6 +61,55 @@ INSTEAD: Final = {"reducescatter": "allreduce"}
 """What gloo does in place of a kind."""
 NEXT_FEW: Final = 8
 """Collectives that may be under way at once, of all groups, and begin in another order."""
+Interval = tuple[float, float]
+"""Begin and end."""
+
+
+def union(intervals: Iterable[Interval]) -> Iterator[Interval]:
+    """Yield disjoint intervals, ascending, that cover the same points."""
+    current: Interval | None = None
+    for begin, end in sorted(intervals):
+        if current is None or begin > current[1]:
+            if current is not None:
+                yield current
+            current = (begin, end)
+        else:
+            current = (current[0], max(current[1], end))
+    if current is not None:
+        yield current
+
+
+def common(first: Sequence[Interval], second: Sequence[Interval]) -> Iterator[Interval]:
+    """Yield the overlaps of two lists of disjoint ascending intervals."""
+    i = j = 0
+    while i < len(first) and j < len(second):
+        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if begin < end:
+            yield begin, end
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+
+
+def without(whole: Interval, taken: Iterable[Interval]) -> Iterator[Interval]:
+    """Yield what disjoint ascending intervals leave of `whole`."""
+    begin, end = whole
+    for first, last in taken:
+        if last <= begin:
+            continue
+        if first >= end:
+            break
+        if first > begin:
+            yield begin, first
+        begin = max(begin, last)
+    if begin < end:
+        yield begin, end
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the sum of the lengths of disjoint intervals."""
+    return sum(end - begin for begin, end in intervals)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,10 @@ Contract
     The form is megamoe as the job asks. Some of its steps run under torch's profiler on every rank,
     after steps that compile and steps without the profiler: what it adds is told.
     Compute beside collectives is compared with equal compute alone, of the same steps and of those
-    without the schedule, which overlap less.
+    without the schedule, which overlap less. Pieces of work are equal by name and sizes. A piece
+    counts as beside where a collective ran for most of its time, as alone where none ran at all;
+    others count as neither. Several windows may be added: those of a form that overlaps little have
+    more pieces alone.
     Traces stay beside the results. A trace in which no collective of the report is found fails;
     one in which some are not found is a warning. No difference from a prediction fails.
 """
@@ -12,7 +15,8 @@ Contract
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,13 +25,19 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from moe_compile.check.contention import Pieces
 from moe_compile.check.device_time import synchronize
 from moe_compile.check.explained_errors import compute_of, constants_of, fits_of, rows_of
 from moe_compile.check.forms import AS_ASKED, WITHOUT, Form
 from moe_compile.check.matched_collectives import Window, match
 from moe_compile.check.paired import estimate
-from moe_compile.check.profiler_trace import ProfilerTrace, measure, read_trace
+from moe_compile.check.profiler_trace import (
+    ProfilerTrace,
+    common,
+    length,
+    measure,
+    read_trace,
+    union,
+)
 from moe_compile.check.sections import Record, say
 from moe_compile.check.steps import Steps
 from moe_compile.check.team import Team
@@ -54,6 +64,40 @@ ON_GPUS: Final = (
     "a collective's kernel starts when its own rank comes to the collective, so its time includes "
     "waiting for other ranks"
 )
+MOSTLY: Final = 0.5
+"""Share of its time from which on a piece ran beside a collective."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Pieces:
+    """How long pieces of compute took, in microseconds, by name and sizes."""
+
+    beside: dict[str, list[float]] = field(default_factory=dict)
+    alone: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, trace: ProfilerTrace, *, only_alone: bool = False) -> None:
+        """Add the compute of a trace, or only what ran alone there."""
+        for key, took, shared_us in _shared(trace):
+            if shared_us == 0.0:
+                self.alone.setdefault(key, []).append(took)
+            elif shared_us >= MOSTLY * took and not only_alone:
+                self.beside.setdefault(key, []).append(took)
+
+    def ratios(self) -> list[float]:
+        """Return, of each piece beside a collective, its time over that of an equal one alone."""
+        typical = {
+            key: statistics.median(self.alone[key]) for key in {*self.beside} & {*self.alone}
+        }
+        return [took / us for key, us in typical.items() if us > 0 for took in self.beside[key]]
+
+
+def _shared(trace: ProfilerTrace) -> Iterator[tuple[str, float, float]]:
+    """Yield of each piece its key, its time, and how long of that a collective ran."""
+    spans = list(union((c.begin, c.end) for c in trace.collectives))
+    begins = [begin for begin, _ in spans]
+    for work in trace.works:
+        near = spans[max(0, bisect_left(begins, work.begin) - 1) : bisect_left(begins, work.end)]
+        yield work.key, work.end - work.begin, length(common([(work.begin, work.end)], near))
 
 
 @dataclass(kw_only=True, slots=True)

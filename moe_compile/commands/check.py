@@ -24,7 +24,7 @@ from typing import Any, Final
 from moe_compile.commands.checked_job import CheckedJob, checked_job
 from moe_compile.config import ENVIRONMENT_PREFIX
 from moe_compile.errors import InvalidConfig
-from torchtitan_integration.check.toml_table import with_options
+from torchtitan_integration.job_file import with_options
 from torchtitan_integration.launch import allow_open_files, num_gpus, settings_on_gpus
 from torchtitan_integration.layout import BACKEND
 

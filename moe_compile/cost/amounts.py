@@ -49,7 +49,7 @@ from moe_compile.graph.query import (
     tensor_of,
     value_of,
 )
-from moe_compile.hardware.collectives import leaving_share
+from moe_compile.hardware.links import leaving_share
 from moe_compile.hardware.products import Product
 
 SCALED_GROUPED: Final = "scaled_grouped_mm"

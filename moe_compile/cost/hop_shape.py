@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from moe_compile.hardware.collectives import leaving_share
+from moe_compile.hardware.links import leaving_share
 
 INDEX_KERNELS: Final = 40.0
 """Small operators that find the rows of both hops (`moe_compile/ops/hop_rows.py`), as written; no

@@ -1,30 +1,34 @@
-"""A stretch of a Dynamo graph as a program of its own, to be traced.
+"""A stretch of a Dynamo graph as a program of its own, to be traced; and the graphs of a program.
 
 Contract
     Its inputs are new fake tensors of the sizes, types and devices that the graph states, so that
     tracing leaves nothing in the compilation at hand: no guard, no symbol, no alias.
     Its text names nodes by their place in it, not in the graph: equal layers of a model have
     equal texts.
+    `aot_graphs` gives the forward and the backward graph that AOTAutograd makes; no code is
+    generated.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.fx as fx
+from functorch.compile import min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_compile.cost.amounts import ranks_of
-from moe_compile.cost.aot_trace import aot_graphs
 from moe_compile.graph.edit import Emitter, erase_dead, recompute_all, replace_uses
 from moe_compile.graph.modes import changes_autocast, changes_grad_mode, changes_mode, modes_around
 from moe_compile.graph.query import is_launch, overload_name, value_of
@@ -41,6 +45,10 @@ OF_TORCH: Final = frozenset(
 )
 """Namespaces of operators that are the same wherever torch and megamoe are the same."""
 OF_PYTHON: Final = frozenset({"torch", "_operator", "builtins", "math", "passes", "moe_compile"})
+Partition: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+AOT: Final = functools.partial(aot_autograd, keep_inference_input_mutations=True)
+"""Functionalization as Inductor asks for it: writes into inputs stay, `x.data = y` among them."""
 
 
 @dataclass(slots=True)
@@ -266,3 +274,32 @@ def _calls_torch(node: fx.Node) -> bool:
         return overload_name(node).partition("::")[0] in OF_TORCH
     module = getattr(node.target, "__module__", None) or "torch"  # its functions in C have none
     return str(module).partition(".")[0] in OF_PYTHON and "kernel_idx" not in node.kwargs
+
+
+class _Traced(Exception):
+    """Carries graphs out of AOTAutograd."""
+
+    def __init__(self, *graphs: fx.GraphModule) -> None:
+        super().__init__()
+        self.graphs = graphs
+
+
+def aot_graphs(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partition: Partition = min_cut_rematerialization_partition,
+) -> tuple[fx.GraphModule, ...]:
+    """Return the forward and the backward graph; the forward alone where nothing has a gradient."""
+
+    def stop_after(joint: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Any:
+        raise _Traced(*partition(joint, joint_inputs, **settings))
+
+    def stop(forward: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        del inputs
+        raise _Traced(forward)
+
+    try:
+        AOT(fw_compiler=stop, bw_compiler=stop, partition_fn=stop_after)(gm, list(example_inputs))
+    except _Traced as traced:
+        return traced.graphs
+    raise ValueError("AOTAutograd partitioned nothing")

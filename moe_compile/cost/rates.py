@@ -14,8 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Final, Self
 
 from moe_compile.hardware import HardwareProfile
-from moe_compile.hardware.collectives import spread_of
-from moe_compile.hardware.links import sent_us
+from moe_compile.hardware.links import sent_us, spread_of
 from moe_compile.hardware.products import Compute, Product
 from moe_compile.hardware.profile import NO_HOST, RATES
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from moe_compile.dims.factors import Dims, Factor, Lost, flat, holds, size_of, unify
+from moe_compile.dims.factors import Dims, Factor, Lost, SizeNumbers, flat, holds, size_of, unify
 from moe_compile.dims.record import Operator
-from moe_compile.dims.sizes import SizeNumbers
 from moe_compile.graph.memory import storages_of
 from moe_compile.graph.query import operator_at
 

@@ -18,6 +18,7 @@ from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.observation import written_by_schema
 
 SAME_VALUES: Final = frozenset({"_to_copy", "clone", "alias", "detach", "lift_fresh", "copy"})
@@ -65,21 +66,17 @@ class Operator:
     @property
     def inputs(self) -> list[torch.Tensor]:
         """All tensor arguments, in order."""
-        return _tensors(self.leaves)
+        return tensors_in(self.leaves)
 
     @property
     def outputs(self) -> list[torch.Tensor]:
         """All tensors returned, in order."""
-        return _tensors(self.out)
+        return tensors_in(self.out)
 
     @property
     def written(self) -> list[torch.Tensor]:
         """All tensors the operator writes in place, by its schema."""
-        return _tensors(written_by_schema(self.func, self.args, self.kwargs))
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        return tensors_in(written_by_schema(self.func, self.args, self.kwargs))
 
 
 def _always(func: torch._ops.OpOverload) -> bool:
@@ -108,7 +105,7 @@ class Recorder(TorchDispatchMode):
         self.node = node
         made = run()
         self.node = None
-        for tensor in _tensors(made):
+        for tensor in tensors_in(made):
             self._note_gradients(tensor.grad_fn, node)
         return made
 
@@ -138,6 +135,6 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         going_back = torch._C._current_autograd_node()
         node = self._made_by.get(going_back) if going_back is not None else self.node
-        if node is not None and (_tensors(out) or func._schema.is_mutable):
+        if node is not None and (tensors_in(out) or func._schema.is_mutable):
             self._note(Operator(node, func, args, kwargs, out))
         return out

@@ -1,9 +1,13 @@
 """The factors of the values of one region or graph, through its operators.
 
 Contract
-    A node is followed by the aten operators that it runs (`dims/operators.py`) under the modes of
-    its place in the graph, except exchanges, waits, and items of several results. A node that
-    cannot be followed raises Lost.
+    A node is followed by the aten operators that it runs, under the modes of its place in the
+    graph, except exchanges, waits, and items of several results. A node that cannot be followed
+    raises Lost.
+    It runs once, on the fake tensors that the tracer stored of its inputs. The rules of operators
+    are in one table, `dims/operators.py`; an operator that is not there is decomposed as torch
+    does, or raises Lost. A node that draws random numbers, or calls a function that is not torch's,
+    raises Lost.
     Sizes are numbers, or numbers that stand for products of symbols; any other raises Lost.
     `is_movement` names the operators that only move data; regions of attention have no others.
     A value has the indices of a factor all, in a dimension, or one, which `picks` names, as in a
@@ -14,7 +18,7 @@ Contract
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -22,15 +26,20 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from moe_compile.dims.arguments import dim_of, moved, one_index, operator_name
-from moe_compile.dims.factors import Dims, Factor, Lost, flat, regroup, size_of
-from moe_compile.dims.flow import Flow, Followed, Notes, Picked, Picks
-from moe_compile.dims.node_run import results, run_node
-from moe_compile.dims.sizes import SizeNumbers
+from moe_compile.dims.factors import Dims, Factor, Lost, SizeNumbers, flat, regroup, size_of
+from moe_compile.dims.flow import Call, Flow, Followed, Notes, Picked, Picks
+from moe_compile.dims.operators import UNIFORM, follow_operator, is_known
+from moe_compile.dims.operators import operator_name as aten_name
+from moe_compile.dims.record import UNTRACEABLE, Operator, Recorder
 from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.inner_graphs import is_higher_order
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.modes import Mode, running_under
+from moe_compile.graph.observation import call, draws_by_schema, fake_mode_of, running_on
 from moe_compile.graph.query import (
     input_splits,
     is_all_to_all,
+    is_launch,
     is_wait,
     operator_at,
     output_splits,
@@ -49,6 +58,78 @@ SHIFTS: Final = frozenset({"movedim", "moveaxis"})
 CUTS: Final = frozenset({"split", "chunk"})
 OTHERS: Final = frozenset({"permute", "expand", "repeat_interleave", "cat"})
 NO_SYMBOLS: Final = SizeNumbers()
+NOT_FOLLOWED: Final = "is an operator through which megamoe traces no dimensions"
+AS_ONE: Final = {
+    "scaled_dot_product_attention": torch.ops.aten.scaled_dot_product_attention.default
+}
+"""Functions that torch decomposes by device, and that are followed as one operator."""
+
+
+def run_node(
+    flow: Flow, known: Callable[[fx.Node], Followed], instead: Mapping[str, Any] | None = None
+) -> Any:
+    """Return the result of `flow.node`, with its tensors in `flow`; `known` gives its inputs.
+
+    With `instead` the node is given these arguments, all by name.
+    """
+    node = flow.node
+    fake = fake_mode_of([value_of(source) for source in node.all_input_nodes])
+    if fake is None or not _may_run(node):
+        raise flow.lost(NOT_FOLLOWED)
+    given: dict[fx.Node, Any] = {}
+
+    def value(read: fx.Node) -> Any:
+        if read not in given:
+            found = value_of(read)
+            if isinstance(found, torch.Tensor):
+                followed = known(read)
+                found = followed.tensor
+                flow.give(followed)
+            given[read] = found
+        return given[read]
+
+    recorder = recorder_of(flow)
+    args, kwargs = (node.args, node.kwargs) if instead is None else ((), dict(instead))
+    try:
+        with running_on(fake):
+            args, kwargs = fx.node.map_arg((args, kwargs), value)
+            if (func := AS_ONE.get(operator_name(node))) is not None:
+                made = value_of(node).detach()
+                follow_one(flow, Operator(node, func, args, kwargs, made))
+                return made
+            with recorder:
+                made = recorder.run(node, lambda: call(node, args, kwargs))
+    except UNTRACEABLE as error:
+        raise Lost(f"{operator_at(node)} does not run: {error}") from error
+    return args[0] if made is None else made  # `x[...] = y`
+
+
+def _may_run(node: fx.Node) -> bool:
+    if is_launch(node) or is_higher_order(node):
+        return False
+    module = str(getattr(node.target, "__module__", "torch")).partition(".")[0]
+    return node.op == "call_method" or module in ("torch", operator.add.__module__, "builtins")
+
+
+def recorder_of(flow: Flow) -> Recorder:
+    """Return the recorder that follows factors through the operators that run under it."""
+    return Recorder(lambda one: follow_one(flow, one), is_known)
+
+
+def follow_one(flow: Flow, one: Operator) -> None:
+    """Follow factors through an operator that makes tensors of tensors."""
+    is_one = one.func in AS_ONE.values()  # whether it draws is asked elsewhere
+    if not is_one and draws_by_schema(one.func, one.args, one.kwargs):
+        raise flow.lost("draws random numbers")
+    if not one.inputs:
+        if aten_name(one.func) not in UNIFORM:  # its values differ by place, as of `arange`
+            flow.close(dim for tensor in one.outputs for dim in flow.dims(tensor))
+        return
+    if not one.outputs:
+        return
+    inherited = [pair for tensor in one.inputs for pair in flow.of(tensor).picked]
+    picked = [list(inherited) for _ in one.outputs]
+    follow_operator(Call(one.node, one.func, one.args, one.kwargs, one.out, flow, picked))
 
 
 def is_even_exchange(node: fx.Node) -> bool:
@@ -193,7 +274,7 @@ class Tracker(Notes):
     def run(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
         """Follow factors through a node by the operators that it runs."""
         made, flow = self.made_by(node, sources)
-        each = [flow.of(tensor) for tensor in results(made)]
+        each = [flow.of(tensor) for tensor in tensors_in(made)]
         whole = each[0]
         if not isinstance(made, torch.Tensor):
             self.put_several(node, [one.dims for one in each], [one.picked for one in each])
@@ -220,7 +301,7 @@ class Tracker(Notes):
         flow = Flow(node, self.numbers, self)
         with running_under(self._modes[node]):  # autocast chooses the operators that run
             made = run_node(flow, self._given, instead)
-        if not results(made):
+        if not tensors_in(made):
             raise Lost(f"{operator_at(node)} returns no tensor")
         return made, flow
 

@@ -1,18 +1,24 @@
-"""Nodes that give back the very tensor they are given: `x.to(x.dtype)`, `x.contiguous()`.
+"""Nodes that give back the very tensor they are given, and tensors that share memory as they run.
 
 Contract
-    Such a node has no place in the graph of gradients: its readers add their terms to the gradient
-    of the tensor itself. The tracer kept one value for both.
+    A node that gives back its tensor, `x.to(x.dtype)`, `x.contiguous()`, has no place in the graph
+    of gradients: its readers add their terms to the gradient of the tensor itself. The tracer kept
+    one value for both.
     A node that writes a tensor in place and gives it back, `x.mul_(2)`, makes another value of the
     same tensor: later readers of the tensor, by either name, add to one gradient.
+    Two tensors of a post-grad graph are of one class of `AliasClasses` when their fake values share
+    storage, or when a wait returns one for the other: the tracer gives the result of a wait a
+    storage of its own, the run does not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.dependence import written_arguments
+from moe_compile.graph.dependence import storages, written_arguments
 from moe_compile.graph.query import is_launch, is_wait, value_of
 
 
@@ -63,3 +69,20 @@ def _same(node: fx.Node) -> fx.Node | None:
 def _is_several(node: fx.Node) -> bool:
     """Whether the node makes several tensors: an operator, whose parts are taken one by one."""
     return isinstance(value_of(node), tuple | list)
+
+
+class AliasClasses:
+    """Classes of storages of one graph; stale once the graph is edited."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        """Read `nodes`, in graph order."""
+        self._same_as: dict[int, int] = {}
+        for node in nodes:
+            source = node.args[0] if is_wait(node) else None
+            if isinstance(source, fx.Node) and (classes := self.of(source)):
+                for storage in storages(node) - classes:
+                    self._same_as.setdefault(storage, min(classes))
+
+    def of(self, *nodes: fx.Node) -> frozenset[int]:
+        """Return the classes of the tensors that the nodes produce."""
+        return frozenset(self._same_as.get(s, s) for node in nodes for s in storages(node))

@@ -5,7 +5,7 @@ numbers of torch/csrc/autograd/engine.cpp). So the terms of a tensor's gradient 
 from its last reader to its first, and running a reader later moves its term to the front. The first
 two terms may change places, adding two numbers commutes, if they are terms of two readers that add
 one each, `x * x` adds two, and lie in memory alike (see below); but no two of a graph
-inside another, where terms from outside come before them (outer_gradients.py).
+inside another, where terms from outside come before them (`note_outer_gradients`).
 
 Contract
     A reader is known to add one term only where running it on the tracer's values shows one edge
@@ -14,6 +14,11 @@ Contract
     gradients when it is next used (`grad_fn` in torch/csrc/autograd/variable.cpp): while one lives,
     no order is known. A view among the outputs has its own place or, as AOTAutograd makes it anew
     from its base, that of the output: the check must hold for both.
+    `note_outer_gradients` notes the inputs of a graph inside another whose gradient may have terms
+    from the graph outside before its own: if the tensor is read behind the call, or is given to it
+    twice, or has such terms itself; every input, if arguments cannot be matched. A body of
+    activation checkpointing is part of the program around it for autograd: one sum runs over the
+    readers of a tensor inside and outside, from the last to the first.
 
 A term's memory layout matters too: it must lie in memory row by row.
 Adding two numbers commutes, yet `a + b` lies in memory as `a` does where the two differ
@@ -35,7 +40,8 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.graph.aliases import maker, readers
 from moe_compile.graph.dependence import Dependence, storages, written_arguments
-from moe_compile.graph.inner_graphs import is_higher_order
+from moe_compile.graph.inner_graphs import bodies, is_higher_order
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.observation import call, fake_mode_of, running_on
 from moe_compile.graph.query import (
     expression_of,
@@ -258,7 +264,7 @@ def _term(reader: fx.Node, source: fx.Node, lay: Lay) -> torch.Tensor | None:
     """Return the term of `reader` for gradients laid out by `lay`; None where it is not known."""
 
     def term(made: Any, read: torch.Tensor) -> torch.Tensor:
-        leaves = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+        leaves = tensors_in(made)
         each = [t for t in leaves if t.requires_grad]
         return torch.autograd.grad(each, read, list(map(lay, each)))[0]
 
@@ -299,3 +305,34 @@ def _in_reverse(tensor: torch.Tensor) -> torch.Tensor:
     dims = [*range(tensor.dim() - 1, -1, -1)]
     shape = [tensor.shape[d] for d in dims]
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device).permute(dims)
+
+
+def note_outer_gradients(graph: fx.Graph) -> None:
+    """Note the inputs of the graphs that operators of `graph` run."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        for body in bodies(node):
+            given = [i for i in _given_nodes(node) if i.op != "get_attr"]
+            inputs = body.graph.find_nodes(op="placeholder")
+            is_known = len(given) == len(inputs)
+            for number, inner in enumerate(inputs):
+                if not is_known or _has_outer_terms(given[number], node, given, place):
+                    inner.meta[OUTER_TERMS] = True
+
+
+def _given_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """Return the nodes among the arguments, each as often as it is given."""
+    for argument in node.args:
+        several = argument if isinstance(argument, list | tuple) else (argument,)
+        yield from (one for one in several if isinstance(one, fx.Node))
+
+
+def _has_outer_terms(
+    given: fx.Node, call: fx.Node, all_given: list[fx.Node], place: dict[fx.Node, int]
+) -> bool:
+    if not has_gradient(given):
+        return False
+    source = maker(given)
+    if source.meta.get(OUTER_TERMS) or sum(maker(one) is source for one in all_given) > 1:
+        return True
+    return any(place[r] > place[call] and adds_gradient(r) for r in readers(source))

@@ -17,13 +17,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
 from moe_compile.graph.dependence import Dependence, storages
 from moe_compile.graph.effects import draws_random, is_pure, may_attend, moves_memory
 from moe_compile.graph.gradient_order import Part, find_reordered
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.modes import (
     Mode,
     changes_autocast,
@@ -32,8 +31,7 @@ from moe_compile.graph.modes import (
     entered_since,
 )
 from moe_compile.graph.query import has_gradient, is_launch, is_wait, operator_at, value_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 
 
 class Hazard(enum.Enum):
@@ -218,14 +216,9 @@ def _present(nodes: Iterable[fx.Node], replaced: Mapping[fx.Node, fx.Node | None
     return [n for n in (replaced.get(n, n) for n in nodes) if n is not None]
 
 
-def _tensors(values: Iterable[object]) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(list(values))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
 def _is_of_integers(node: fx.Node) -> bool:
     """Whether the node reads and makes integers alone."""
-    tensors = _tensors([value_of(node), *map(value_of, node.all_input_nodes)])
+    tensors = tensors_in([value_of(node), *map(value_of, node.all_input_nodes)])
     return not any(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors)
 
 

@@ -29,6 +29,11 @@ def plain_tensors(values: object) -> Iterator[torch.Tensor]:
             yield leaf
 
 
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """Return the tensors among `values`, lists and dicts flattened, in order."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def storages_of(values: object) -> frozenset[int]:
     """Return the identities of the storages of the tensors among `values`."""
     return frozenset(int(t.untyped_storage()._cdata) for t in plain_tensors(values))

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_compile.graph.inner_graphs import is_higher_order
-from moe_compile.graph.memory import plain_tensors, storages_of
+from moe_compile.graph.memory import plain_tensors, storages_of, tensors_in
 from moe_compile.graph.modes import modes, running_under
 from moe_compile.graph.query import expression_of, is_launch, is_leaf, is_wait, value_of
 
@@ -99,7 +99,7 @@ class _Watch(TorchDispatchMode):
         self.draws |= draws_by_schema(func, args, kwargs)
         self.moves_memory |= func._schema.name.partition("::")[2] in MOVES_MEMORY
         if func._schema.is_mutable:
-            self.written += _tensors(written_by_schema(func, args, kwargs))
+            self.written += tensors_in(written_by_schema(func, args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -199,7 +199,7 @@ def alike(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mixes_types(values: Any) -> bool:
-    return len({t.dtype for t in _tensors(values) if t.is_floating_point()}) > 1
+    return len({t.dtype for t in tensors_in(values) if t.is_floating_point()}) > 1
 
 
 def _is_of_torch(node: fx.Node) -> bool:
@@ -228,11 +228,7 @@ def call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def fake_mode_of(values: Any) -> FakeTensorMode | None:
     """Return the mode that made the tensors among `values`, None where some are of another kind."""
     tensors = list(plain_tensors(values))
-    wrapped = any(map(is_functorch_wrapped_tensor, _tensors(values)))
+    wrapped = any(map(is_functorch_wrapped_tensor, tensors_in(values)))
     if not tensors or wrapped or any(type(tensor) is not FakeTensor for tensor in tensors):
         return None
     return tensors[0].fake_mode
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -67,7 +67,7 @@ def argument_of(call: fx.Node, position: int, name: str, default: Any = None) ->
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether the node waits for a collective; `single_waits` turns all other waits into these."""
+    """Whether the node waits for a collective; `normalize_exchanges` makes all others these."""
     return overload_name(node) in WAIT_NAMES
 
 

@@ -1,4 +1,4 @@
-"""Keep a graph as it was, to put it back.
+"""A graph as it stands now: kept, to put it back; copied into a module of its own; as text.
 
 Contract
     `restore` leaves the same Graph object with the operators, arguments, order, names and meta
@@ -6,6 +6,14 @@ Contract
     on them. All other node objects are new: analyses of before are stale.
     A snapshot is taken before every pass and used by few: it refers to arguments, which fx never
     changes in place, and copies no node.
+    `copy_of_graph` makes a second graph module equal to a Dynamo graph, for when the work of passes
+    on it is given up. Parameters, buffers and constants are shared, not copied; operators,
+    arguments, order, names and meta are the graph's as it was. Dynamo's attributes of module and
+    inputs are kept. Bodies of higher-order operators are copied alike: passes edit these too.
+    As text, one node is one line,
+    `name: dtype[sizes] = operator(arguments)  # file.py:line in function`, with the user's line
+    that made it. A node that a pass leaves alone keeps its line, so that lines of two steps can be
+    compared.
 """
 
 from __future__ import annotations
@@ -14,10 +22,15 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 import torch.fx as fx
+
+from moe_compile.graph.query import overload_name, source_place, value_of
 
 VALUES: Final = ("val", "example_value")
 """Keys in the meta of a node: its value by the tracer."""
+ON_MODULE: Final = ("_param_name_to_source", "_source_to_user_stacks", "_backward_state")
+ON_INPUT: Final = "_dynamo_source"
 
 
 class Snapshot:
@@ -88,3 +101,70 @@ class _Node:
         copied.name = self.name
         copied.meta = dict(self.meta)
         return copied
+
+
+def copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return the copy; later edits of `gm` do not reach it."""
+    graph = fx.Graph(tracer_cls=gm.graph._tracer_cls)
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        copied = graph.node_copy(node, env.__getitem__)
+        copied.name = node.name
+        if hasattr(node, ON_INPUT):
+            setattr(copied, ON_INPUT, getattr(node, ON_INPUT))
+        env[node] = copied
+    copy = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copy, name, copy_of_graph(child))
+    copy.meta = dict(gm.meta)
+    for name in ON_MODULE:
+        if hasattr(gm, name):
+            setattr(copy, name, getattr(gm, name))
+    copy.train(gm.training)
+    return copy
+
+
+def lines_of(graph: fx.Graph) -> tuple[str, ...]:
+    """Return the lines of a graph, in order of its nodes."""
+    return tuple(_line(node) for node in graph.nodes)
+
+
+def _line(node: fx.Node) -> str:
+    place = source_place(node)
+    return f"{_said(node)}  # {place}" if place else _said(node)
+
+
+def _said(node: fx.Node) -> str:
+    made = f"{node.name}{_type(value_of(node))}"
+    if node.op == "placeholder":
+        return f"input {made}"
+    if node.op == "output":
+        return f"return {_argument(node.args[0])}"
+    if node.op == "get_attr":
+        return f"{made} = self.{node.target}"
+    arguments = [_argument(one) for one in node.args]
+    arguments += [f"{name}={_argument(value)}" for name, value in node.kwargs.items()]
+    if node.op == "call_method":
+        receiver, *others = arguments
+        return f"{made} = {receiver}.{node.target}({', '.join(others)})"
+    return f"{made} = {_operator(node)}({', '.join(arguments)})"
+
+
+def _operator(node: fx.Node) -> str:
+    if name := overload_name(node):
+        return name.replace("::", ".")
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_argument, value))}]"
+    return value.name if isinstance(value, fx.Node) else repr(value)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        sizes = ", ".join(map(str, value.shape))
+        return f": {str(value.dtype).removeprefix('torch.')}[{sizes}]"
+    return f": {value}" if isinstance(value, torch.SymInt) else ""

@@ -10,6 +10,7 @@ Contract
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
@@ -351,3 +352,16 @@ class Reason(enum.Enum):
 
     # what another distribution adds
     OTHER = "no reason in megamoe's list fits", Kind.NOT_POSSIBLE
+
+
+@dataclass(unsafe_hash=True, slots=True)
+class Left(Exception):
+    """A candidate is left as it is: raised where a proof ends, or returned in place of a find."""
+
+    reason: Reason
+    detail: str = ""
+    """The operator or value that the reason is for, "" where there is none."""
+
+    def __str__(self) -> str:
+        """Return `reason (detail)`."""
+        return self.reason.said(self.detail)

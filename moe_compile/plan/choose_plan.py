@@ -4,6 +4,8 @@ Contract
     A pure function of the region's work, the rates and the allowed candidates: order of
     candidates, rank and time of day do not matter.
     A candidate that the caller does not allow, as one that may change a bit, is advice.
+    `choose_parts` chooses the number of parts of the batch that a program runs in, a pure function
+    of the predictions of the numbers traced.
 
 Pseudo-code
     candidates = those allowed that gain more than 1 % over the region as it is, and fit the memory
@@ -13,6 +15,10 @@ Pseudo-code
         take the one whose largest regret is smallest; of equal ones the simplest
         (regret: time over that of the fastest candidate under the same perturbation, less 1)
     none: the region as it is
+
+    parts: candidates = programs in parts that gain more than 1 % over the whole, fit the memory,
+        and with no constant off lose more than half of their gain as stated
+    take the fastest; of those within 0.2 % of it the one of fewest parts; none: the whole
 
 `least_us` is a lower bound of a candidate's time, much quicker to compute than its price
 `region_tasks.price_us`. Chunks, joins, packing and the slowdowns of compute and exchanges only
@@ -30,6 +36,8 @@ from typing import Final
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.tasks import COMPUTE, LINK, STREAMS, TaskList
+from moe_compile.journal.entries import Verdict
+from moe_compile.journal.reasons import Reason
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.region_tasks import add_hops, folds_of, goes_in_hops, price_us
 
@@ -277,3 +285,67 @@ def _busy(
     if product is not None and one.is_chunked:  # a part may fill a device better
         operations, product = operations / max(rates.large_product_rate, 1.0), None
     return {COMPUTE: rates.compute_us(operations, moved, one.num_kernels, product)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TriedProgram:
+    """A program in so many parts, and its predicted time, forward and backward."""
+
+    num_parts: int
+    chunks: int | str
+    """The value of the option `chunks` it was compiled with."""
+    us: float
+    off_us: tuple[float, ...]
+    """Predicted times with one constant of the profile off, for each constant, up and down."""
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        """Return its name in reports."""
+        parts = "whole" if self.num_parts == 1 else f"{self.num_parts} parts"
+        parts += " of one chunk" * (self.num_parts > 1 and self.chunks == 1)
+        return f"{parts}, {self.us / 1e3:.2f} ms"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartsDecision:
+    """The number of parts of the batch that a program runs in, and why no more."""
+
+    num_parts: int = 1
+    chunks: int | str = "auto"
+    """The value of the option `chunks` from here on."""
+    left: Verdict | None = None
+    """Why it runs whole; None where it does not, or has nothing to divide."""
+    whole_us: float = 0.0
+    """Predicted time of the whole; 0 where nothing was predicted."""
+    us: float = 0.0
+    """Predicted time of the program chosen; 0 where nothing was predicted."""
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """Return the predictions for reports; {} without any."""
+        if not self.whole_us:
+            return {}
+        return {"predicted_us_before": self.whole_us, "predicted_us": self.us}
+
+
+def choose_parts(
+    whole: TriedProgram, others: Sequence[TriedProgram], allowed_bytes: float
+) -> tuple[TriedProgram, Reason | None]:
+    """Return the program to run, and why it is the whole if it is.
+
+    The peak of live bytes may exceed that of the whole by `allowed_bytes`.
+    """
+    gaining = [one for one in others if one.us < (1.0 - WORTH) * whole.us]
+    fitting = [one for one in gaining if one.peak_bytes - whole.peak_bytes <= allowed_bytes]
+    safe = [one for one in fitting if _is_safe(one, whole)]
+    if not safe:
+        return whole, Reason.MEMORY_CAP if gaining and not fitting else Reason.BY_PRICE
+    limit = (1.0 + TIE) * min(one.us for one in safe)
+    near = [one for one in safe if one.us <= limit]
+    return min(near, key=lambda one: (one.num_parts, one.chunks != 1, one.us)), None
+
+
+def _is_safe(one: TriedProgram, whole: TriedProgram) -> bool:
+    limit = 1.0 + RISK * (1.0 - one.us / whole.us)
+    pairs = zip(one.off_us, whole.off_us, strict=True)
+    return all(own < limit * as_whole for own, as_whole in pairs)

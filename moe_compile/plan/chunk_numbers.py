@@ -10,8 +10,7 @@ import enum
 from typing import Final
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.choose_plan import Decision
 
 AUTO_CHUNKS: Final = 2

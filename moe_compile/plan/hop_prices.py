@@ -15,7 +15,7 @@ from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
-from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Left
 from moe_compile.plan.candidates import HOPS, Candidate
 from moe_compile.plan.region_tasks import price_us
 from moe_compile.regions.regions import MoERegion, RowProof

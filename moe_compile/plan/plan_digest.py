@@ -21,8 +21,7 @@ from typing import Any, Final
 import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
-from moe_compile.graph.launch_order import dependences
-from moe_compile.graph.part_order import products
+from moe_compile.graph.launch_order import dependences, products
 from moe_compile.graph.query import has_gradient, is_launch
 from moe_compile.plan.state import CompileState
 

@@ -16,8 +16,7 @@ import torch.fx as fx
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.journal.entries import Verdict, judged
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.dispatch_rules import DispatchCosts, Rounding

@@ -47,7 +47,7 @@ from moe_compile.cost.tasks import (
     TaskTimeline,
     run_tasks,
 )
-from moe_compile.hardware.collectives import leaving_share
+from moe_compile.hardware.links import leaving_share
 from moe_compile.hardware.products import Product
 from moe_compile.plan.candidates import Candidate
 

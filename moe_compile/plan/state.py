@@ -18,7 +18,7 @@ from moe_compile.graph.facts import GraphFacts
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Journal
 from moe_compile.journal.reasons import Reason
-from moe_compile.plan.choose_parts import PartsDecision
+from moe_compile.plan.choose_plan import PartsDecision
 from moe_compile.plan.plan import Plan, RewritePlan
 from moe_compile.plan.planned import Findings, Planned, PlannedExperts
 

@@ -21,12 +21,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Max
 
 from moe_compile.dims.record import SAME_VALUES
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.proof import count_rules, order_rules
 from moe_compile.proof.operator_call import SIZED, Call, dim_of
 from moe_compile.proof.within_rows import row_dims
-from moe_compile.regions.label_bins import bins_of
 from moe_compile.regions.outside_reads import is_differentiable
 from moe_compile.regions.row_domain import (
     FROM_COUNTS,
@@ -42,6 +40,7 @@ from moe_compile.regions.row_domain import (
     Value,
     reads_outside,
 )
+from moe_compile.regions.token_counts import bins_of
 
 MOVES: Final = frozenset(
     {

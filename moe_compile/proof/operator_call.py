@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from moe_compile.dims.operators import product, rule_of
 from moe_compile.dims.record import Operator
 from moe_compile.graph.memory import storages_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.outside_reads import Reads, is_differentiable
 from moe_compile.regions.row_domain import FROM_COUNTS, Fixed, Order, Outside, Value, length

@@ -9,12 +9,10 @@ Contract
 
 from __future__ import annotations
 
-from moe_compile.graph.open_sorts import is_open_sort
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.graph.torch_calls import is_open_sort
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.proof.operator_call import Call
 from moe_compile.proof.view_rules import slice_bounds
-from moe_compile.regions.filled_orders import pieces_of
 from moe_compile.regions.row_domain import (
     Formulas,
     IndexPerColumn,
@@ -29,6 +27,7 @@ from moe_compile.regions.row_domain import (
     Value,
     cut,
     length,
+    pieces_of,
 )
 
 

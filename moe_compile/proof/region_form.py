@@ -1,9 +1,12 @@
-"""A region's form: everything that its proof reads of it, without names.
+"""A region's form: everything that its proof reads of it, without names; and proofs kept by form.
 
 Contract
     Regions of equal forms differ in names of nodes and symbols alone, so that a fact proven of a
     node or symbol of one holds for that at the same place of another.
     A region with an object that no form tells from others has none: a tensor with values, say.
+    A kept proof that is found is the one that proving would give. Refusals are not kept, since they
+    name the nodes and the lines of their own region.
+    No entry holds a graph, a tensor or a tracer; the latest `MOST` are kept.
 
 Why equal forms have equal proofs
     The prover reads the region's nodes and their inputs: the functions they call, their arguments,
@@ -19,9 +22,12 @@ Why equal forms have equal proofs
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -36,9 +42,10 @@ from moe_compile.graph.aliases import origin
 from moe_compile.graph.inner_graphs import body_named, is_higher_order
 from moe_compile.graph.modes import Mode, modes, modes_around
 from moe_compile.graph.query import is_leaf, value_of, waits_on
-from moe_compile.proof.constant_nodes import constant_nodes, constants_behind
+from moe_compile.proof.constants import constant_nodes, constants_behind
+from moe_compile.proof.kernel_bits import KernelBits, bits
 from moe_compile.regions.outside_reads import is_differentiable
-from moe_compile.regions.regions import MoERegion
+from moe_compile.regions.regions import MoERegion, RowProof
 
 PLAIN: Final = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
@@ -48,6 +55,11 @@ PLAIN: Final = (
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 KERNEL, CONSTANTS = "kernel_idx", "constant_args_idx"
 """Arguments that number a Triton kernel, and its arguments beside tensors, in a table."""
+MOST: Final = 64
+
+_KEPT: Final[OrderedDict[tuple[object, bool, KernelBits], RowProof]] = OrderedDict()
+"""Key of a form, whether sums round differently, and the model of last bits in use -> the proof, of
+places in place of names."""
 
 
 class _NoForm(Exception):
@@ -269,3 +281,55 @@ class _Writer:
 def _in_order(symbol: sympy.Symbol) -> tuple[int, str]:
     """Sort `u9` before `u10`."""
     return len(symbol.name), symbol.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands for the node at a place."""
+
+    number: int
+
+
+def kept_proof(form: RegionForm, *, may_round: bool) -> RowProof | None:
+    """Return the proof of the region that has this form, None where no like region was proven.
+
+    A proof that needs no sums that round differently serves `may_round` too.
+    """
+    for rounds in (False, True)[: 1 + may_round]:
+        proof = _KEPT.get((form.key, rounds, bits()))
+        if proof is not None:
+            _KEPT.move_to_end((form.key, rounds, bits()))
+            nodes = {_Place(number): node for number, node in enumerate(form.nodes)}
+            return _renamed(proof, nodes, {there: here for here, there in form.symbols.items()})
+    return None
+
+
+def keep_proof(form: RegionForm, proof: RowProof, *, may_round: bool) -> None:
+    """Keep the proof of the region that has this form, unless it names others."""
+    places = {node: _Place(number) for number, node in enumerate(form.nodes)}
+    with suppress(KeyError):
+        _KEPT[form.key, may_round, bits()] = _renamed(proof, places, form.symbols)
+    while len(_KEPT) > MOST:
+        _KEPT.popitem(last=False)
+
+
+def forget() -> None:
+    """Forget all proofs kept."""
+    _KEPT.clear()
+
+
+def _renamed(proof: RowProof, nodes: Mapping[Any, Any], symbols: Mapping[Any, Any]) -> RowProof:
+    fields = {f.name: getattr(proof, f.name) for f in dataclasses.fields(proof)}
+    facts = fields.pop("facts")
+    said = {name: _with_nodes(value, nodes) for name, value in fields.items()}
+    return RowProof(**said, facts=facts and facts.renamed(symbols))
+
+
+def _with_nodes(value: Any, nodes: Mapping[Any, Any]) -> Any:
+    if isinstance(value, fx.Node | _Place):
+        return nodes[value]
+    if isinstance(value, tuple):
+        return tuple(_with_nodes(part, nodes) for part in value)
+    if isinstance(value, dict):
+        return {nodes[node]: part for node, part in value.items()}
+    return value

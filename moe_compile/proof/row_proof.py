@@ -50,18 +50,14 @@ from moe_compile.graph.query import (
     tensor_of,
     value_of,
 )
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
-from moe_compile.proof.constant_nodes import constants_behind
+from moe_compile.journal.reasons import Left, Reason
+from moe_compile.proof.constants import constants_behind
 from moe_compile.proof.grouped_rules import why_not_sliceable
-from moe_compile.proof.kept_proofs import keep_proof, kept_proof
 from moe_compile.proof.kernel_bits import bits
 from moe_compile.proof.operator_call import SYMBOLIC, Call, Knowledge, functional
-from moe_compile.proof.region_form import form_of
+from moe_compile.proof.region_form import form_of, keep_proof, kept_proof
 from moe_compile.proof.row_rules import apply
-from moe_compile.proof.row_trace import trace_body
-from moe_compile.proof.sampled_counts import check_on_samples, check_single_experts
-from moe_compile.proof.trace_steps import (
+from moe_compile.proof.row_trace import (
     Dispatched,
     GradientMade,
     GradientOf,
@@ -70,8 +66,10 @@ from moe_compile.proof.trace_steps import (
     Produced,
     Step,
     Trace,
+    trace_body,
 )
-from moe_compile.proof.written_parts import WrittenParts
+from moe_compile.proof.sampled_counts import check_on_samples, check_single_experts
+from moe_compile.proof.view_rules import WrittenParts
 from moe_compile.regions.count_facts import CountFacts, said_to_be
 from moe_compile.regions.outside_reads import Reads, is_differentiable
 from moe_compile.regions.regions import MoERegion, RowProof

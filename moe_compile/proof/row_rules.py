@@ -24,18 +24,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.proof import (
-    constant_rules,
+    constants,
     count_rules,
     grouped_rules,
     index_rules,
     order_rules,
-    spread_rules,
     view_rules,
 )
-from moe_compile.proof.indexing import WRITES
+from moe_compile.proof.index_rules import WRITES
 from moe_compile.proof.operator_call import SIZED, Call, Rule, dim_of
 from moe_compile.proof.within_rows import within_rows
 from moe_compile.regions.row_domain import (
@@ -73,8 +71,8 @@ the table of `moe_compile/dims/operators.py`."""
 
 def apply(call: Call) -> Value | list[Value]:
     """Return the values of the results of `call`; raise Left where they are not known."""
-    if call.name in constant_rules.FILLS:
-        return constant_rules.fill(call)
+    if call.name in constants.FILLS:
+        return constants.fill(call)
     values = [call.value(t) for t in call.inputs]
     if any(isinstance(v, OfExpert) for v in values):
         raise Left(
@@ -82,11 +80,11 @@ def apply(call: Call) -> Value | list[Value]:
             f"{call.name} reads a value that is computed from all rows of an expert",
         )
     if any(isinstance(v, PerExpertTable) for v in values):
-        return spread_rules.with_spread(call)
+        return grouped_rules.with_spread(call)
     has_rows = any(isinstance(v, Rows) for v in values)
     if not has_rows and not any(isinstance(v, FROM_COUNTS) for v in values):
         given = [v for v in values if isinstance(v, Outside)]
-        return from_outside(call, given) if given else constant_rules.fixed(call)
+        return from_outside(call, given) if given else constants.fixed(call)
     check_arguments(call)
     result = _indexed(call)
     if result is None:
@@ -102,7 +100,7 @@ def _indexed(call: Call) -> Value | list[Value] | None:
     if call.name == "sort" and not isinstance(call.value(call.inputs[0]), Rows):
         return order_rules.sort(call)
     if call.name == "searchsorted":
-        return spread_rules.groups(call)
+        return grouped_rules.groups(call)
     if call.name == "nonzero":
         return order_rules.nonzero(call)
     return order_rules.repeat_interleave(call) if call.name == "repeat_interleave" else None

@@ -5,6 +5,7 @@ Contract
     under; the tensors require gradients where the tracer's do: functions look at both. Writes in
     place are noted like any other operator. Results have the types that the tracer found.
     Host reads are not repeated: sizes stay the symbols the tracer gave them.
+    The steps of a `Trace` have fake tensors, told apart by identity.
 
 Graphs inside higher-order operators are run too: those of activation checkpoints, and those of
 functions whose backward is written by hand.
@@ -31,24 +32,83 @@ from torch.utils import _pytree as pytree
 from moe_compile.dims.record import UNTRACEABLE, Operator, Recorder
 from moe_compile.graph.dependence import written_arguments
 from moe_compile.graph.inner_graphs import CHECKPOINT, bodies, is_higher_order
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.modes import Mode, changes_mode, modes, running_under
 from moe_compile.graph.observation import alike, call, running_on
-from moe_compile.graph.open_sorts import is_open_sort, stable_call
 from moe_compile.graph.query import is_launch, operator_at, tensor_of, value_of, waits_on
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
-from moe_compile.proof.constant_nodes import constant_nodes
-from moe_compile.proof.trace_steps import (
-    Dispatched,
-    GradientMade,
-    GradientOf,
-    HostRead,
-    NotFollowed,
-    Produced,
-    Step,
-    Trace,
-)
+from moe_compile.graph.torch_calls import is_open_sort, stable_call
+from moe_compile.journal.reasons import Left, Reason
+from moe_compile.proof.constants import constant_nodes
 from moe_compile.regions.regions import MoERegion
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """`node` produced `tensor`: an input of the body, or the result of one of its nodes.
+
+    For a combine, the rows it sends.
+    """
+
+    node: fx.Node
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostRead:
+    """The host read `tensor` at `node`, as the size `value_of(node)`."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NotFollowed:
+    """`node` filled `tensor` from its `inputs`."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
+    read: tuple[tuple[fx.Node, Any], ...] = ()
+    """Node -> the value `node` reads of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """A dispatch happened, and brought `tensor`: sizes that it needs are known."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOf:
+    """`tensor` is the gradient that a function written by hand is given of its result `result`."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+    result: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GradientMade:
+    """`tensor` is the gradient that a function written by hand gives its argument `argument`."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+    argument: torch.Tensor
+
+
+Step = Operator | Produced | HostRead | NotFollowed | Dispatched | GradientOf | GradientMade
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The steps of one body, in order."""
+
+    inputs: tuple[Produced, ...]
+    steps: tuple[Step, ...]
+    made_stable: frozenset[fx.Node] = frozenset()
+    """Sorts of the body that are taken for stable ones, and are not."""
 
 
 @dataclass(slots=True)
@@ -128,7 +188,7 @@ class _Runner:
 
 
 def _types(value: Any) -> list[torch.dtype]:
-    return [t.dtype for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return [t.dtype for t in tensors_in(value)]
 
 
 class _Stopped(Exception):

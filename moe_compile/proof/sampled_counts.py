@@ -30,18 +30,21 @@ from torch.utils import _pytree as pytree
 from moe_compile.dims.record import Operator
 from moe_compile.graph.effects import is_host_arithmetic
 from moe_compile.graph.query import is_assertion, operator_at, tensor_of, value_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
-from moe_compile.proof.count_run import CountRun, OneRun, TooLarge, Unevaluable, number
-from moe_compile.proof.count_samples import (
+from moe_compile.journal.reasons import Left, Reason
+from moe_compile.proof.count_run import (
     NUM_DRAWN,
+    CountRun,
+    OneRun,
     Sample,
+    TooLarge,
+    Unevaluable,
     draw_samples,
     large_samples,
+    number,
     single_samples,
 )
 from moe_compile.proof.operator_call import SYMBOLIC, Claim
-from moe_compile.proof.trace_steps import HostRead, Step, Trace
+from moe_compile.proof.row_trace import HostRead, Step, Trace
 from moe_compile.regions.count_facts import CountFacts, Premise
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_domain import (

@@ -28,15 +28,19 @@ import torch.fx as fx
 from moe_compile.dims.record import Operator
 from moe_compile.graph.memory import storages_of
 from moe_compile.graph.query import input_splits, output_splits, value_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
-from moe_compile.proof.count_run import CountRun, OneRun, TooLarge, Unevaluable
-from moe_compile.proof.count_samples import Sample, draw_samples
+from moe_compile.journal.reasons import Left, Reason
+from moe_compile.proof.count_run import (
+    CountRun,
+    OneRun,
+    Sample,
+    TooLarge,
+    Unevaluable,
+    draw_samples,
+)
 from moe_compile.proof.operator_call import functional
-from moe_compile.proof.row_trace import trace_body
+from moe_compile.proof.row_trace import Dispatched, HostRead, Produced, Trace, trace_body
 from moe_compile.proof.sampled_counts import FAILURES, counts_of
-from moe_compile.proof.trace_steps import Dispatched, HostRead, Produced, Trace
-from moe_compile.regions.body_needs import BodyNeeds
+from moe_compile.regions.body_nodes import BodyNeeds
 from moe_compile.regions.regions import MoERegion, RowProof
 
 CONSTANT: Final = -1

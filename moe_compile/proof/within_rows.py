@@ -18,16 +18,21 @@ from typing import Any, Final
 import sympy
 import torch
 
-from moe_compile.dims.factors import Factor, Lost, flat, holds, unify
+from moe_compile.dims.factors import Factor, Lost, SizeNumbers, flat, holds, unify
 from moe_compile.dims.flow import Call as DimsCall
 from moe_compile.dims.flow import Flow, Followed, Notes, Picked
 from moe_compile.dims.operators import follow_operator
-from moe_compile.dims.sizes import SizeNumbers
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.proof.operator_call import Call
-from moe_compile.regions.filled_orders import order_where_all_stand
-from moe_compile.regions.row_domain import Fixed, Labels, LabelTable, Outside, Rows, Value
+from moe_compile.regions.row_domain import (
+    Fixed,
+    Labels,
+    LabelTable,
+    Outside,
+    Rows,
+    Value,
+    order_where_all_stand,
+)
 
 SUMMED: Final = ("mul", "add", "sub")
 """Elementwise operators whose operands have sums of products as gradients, one per element."""

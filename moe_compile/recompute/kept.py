@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from moe_compile.cost.amounts import is_free
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.alias_classes import AliasClasses
+from moe_compile.graph.aliases import AliasClasses
 from moe_compile.graph.query import value_of
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from moe_compile.cost.amounts import is_free
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.alias_classes import AliasClasses
+from moe_compile.graph.aliases import AliasClasses
 from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.query import is_tangent, value_of
 

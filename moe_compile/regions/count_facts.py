@@ -15,8 +15,7 @@ import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv, Max
 
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.row_domain import Order, Segment, Selected, is_padding
 
 

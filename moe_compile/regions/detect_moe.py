@@ -28,15 +28,15 @@ Worked example: tokens and their probabilities are sent, `[R, D]` and `[R]`, bot
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
 from moe_compile.graph.facts import GraphFacts
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.query import (
     bytes_of_row,
     called_name,
@@ -60,8 +60,7 @@ from moe_compile.graph.query import (
 from moe_compile.journal.entries import Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import MoERegion, exchanges
-from moe_compile.regions.replayable import check_neighbours
-from moe_compile.regions.sent_counts import fillers_of_counts, forms_of_counts
+from moe_compile.regions.replayable import check_neighbours, fillers_of_counts, forms_of_counts
 
 
 def find_moe_regions(facts: GraphFacts) -> tuple[list[MoERegion], list[Verdict]]:
@@ -316,16 +315,11 @@ def _is_chosen(index: fx.Node) -> bool:
         if node in seen or any(name in called_name(node) for name in MADE):
             continue
         seen.add(node)
-        tensors = [n for n in node.all_input_nodes if list(_tensors(n))]
-        if any(t.is_floating_point() for n in tensors for t in _tensors(n)):
+        tensors = [n for n in node.all_input_nodes if tensors_in(value_of(n))]
+        if any(t.is_floating_point() for n in tensors for t in tensors_in(value_of(n))):
             return True
         todo += tensors
     return False
-
-
-def _tensors(node: fx.Node) -> Iterable[torch.Tensor]:
-    leaves = pytree.tree_leaves(value_of(node))
-    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 @dataclass(frozen=True, slots=True)

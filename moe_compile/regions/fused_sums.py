@@ -19,8 +19,7 @@ from moe_compile.graph.edit import Emitter
 from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import number_of, operator_at, tensor_of
 from moe_compile.journal.entries import Verdict
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.ops.row_sums import TOKEN_SUMS
 from moe_compile.regions.row_chain import num_rows, shape_of

@@ -19,7 +19,7 @@ from moe_compile.graph import gradient_order
 from moe_compile.graph.aliases import maker
 from moe_compile.graph.dependence import storages
 from moe_compile.graph.query import value_of
-from moe_compile.regions.host_reads import is_host_read, is_move_to_host
+from moe_compile.regions.body_nodes import is_host_read, is_move_to_host
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.rewrites import Replacement
 

@@ -18,8 +18,7 @@ import torch.fx as fx
 
 from moe_compile.graph.aliases import origin
 from moe_compile.graph.query import is_leaf, operator_at, tensor_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.row_domain import Outside
 
 

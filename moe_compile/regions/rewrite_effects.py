@@ -25,9 +25,8 @@ from moe_compile.graph.gradient_order import find_later_reader
 from moe_compile.graph.inner_graphs import inside
 from moe_compile.graph.legality import Legality
 from moe_compile.graph.query import is_assertion, operator_at, value_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
-from moe_compile.regions.host_reads import is_host_read
+from moe_compile.journal.reasons import Left, Reason
+from moe_compile.regions.body_nodes import is_host_read
 from moe_compile.regions.implied_assertions import is_implied
 from moe_compile.regions.new_order import find_overtaken, order_of_gradients
 from moe_compile.regions.regions import MoERegion, RowProof

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Left
 from moe_compile.regions.regions import MoERegion, RowProof
 
 

@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 
 from moe_compile.graph.effects import hands_on
 from moe_compile.graph.query import expression_of, operator_at, tensor_of, value_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 
 CASTS: Final = frozenset(
     {"to", "type", "type_as", "float", "bfloat16", "half", "double", "contiguous"}

@@ -23,8 +23,7 @@ from moe_compile.graph.effects import hands_on, is_pure
 from moe_compile.graph.modes import Mode, changes_autocast
 from moe_compile.graph.query import argument_of, operator_at
 from moe_compile.graph.torch_calls import arguments_of, torch_name
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.regions.grouped_products import is_grouped
 from moe_compile.regions.regions import MoERegion

@@ -7,6 +7,9 @@ Contract
     other choices; where one of them refuses, all run the program as written, as their plans differ.
     Counts are refused if they need anything but the choices, draw random numbers, or go through a
     type that does not hold all numbers of rows. No tensor of the program is read or written.
+    Whether `histc` of labels counts them, `bins_of` says for every device: bins are computed
+    exactly, as CUDA does for integers this small, and for floating-point labels the operator itself
+    on a CPU must agree.
 """
 
 from __future__ import annotations
@@ -32,7 +35,6 @@ from moe_compile.graph.query import (
     tensor_of,
     value_of,
 )
-from moe_compile.regions.label_bins import bins_of
 from moe_compile.regions.row_chain import shape_of
 from moe_compile.regions.token_index import HOLDS_ALL, TokenIndex
 
@@ -45,6 +47,10 @@ MOST_ELEMENTS: Final = 1 << 26
 """Limit for one tensor: `one_hot` of 32,768 tokens, 8 of 256 experts each, has as many."""
 FAILURES: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 """Exceptions that a call may raise on tensors it was not written for."""
+EXACT_BELOW: Final = 1 << 22
+"""Bound of label times bins below which a float32 quotient rounds to no other whole number."""
+FLOATS: Final = (torch.float32, torch.float64)
+INTEGERS: Final = (torch.int32, torch.int64)
 
 
 def counts_values(
@@ -168,3 +174,42 @@ def _are_counts(found: Any, chosen: torch.Tensor) -> bool:
         return False
     expected = torch.bincount(chosen.flatten(), minlength=len(found))[: len(found)]
     return torch.equal(found.long(), expected)
+
+
+def bins_of(
+    labels: Sequence[int], dtype: torch.dtype, bins: Any, least: Any, most: Any
+) -> tuple[int | None, ...] | None:
+    """Return the bin of each label, None for one outside all of them; None where it is not known.
+
+    `bins`, `least` and `most` are those of `torch.histc`, which is given the labels as `dtype`.
+    """
+    if dtype not in (*FLOATS, *INTEGERS) or not all(map(_is_whole, (bins, least, most))):
+        return None
+    if bins < 1 or least >= most:  # where both are equal the labels themselves set the bounds
+        return None
+    if any(abs(label - least) * bins >= EXACT_BELOW for label in labels):
+        return None
+    exact = tuple(_bin(label, bins, int(least), int(most)) for label in labels)
+    if dtype in FLOATS:
+        computed = [_by_operator(label, dtype, bins, least, most) for label in labels]
+        if computed != [None if b is None else [b] for b in exact]:
+            return None
+    return exact
+
+
+def _is_whole(number: Any) -> bool:
+    return type(number) in (int, float) and number == int(number)
+
+
+def _bin(label: int, bins: int, least: int, most: int) -> int | None:
+    if not least <= label <= most:
+        return None
+    return min((label - least) * bins // (most - least), bins - 1)
+
+
+def _by_operator(
+    label: int, dtype: torch.dtype, bins: int, least: float, most: float
+) -> list[int] | None:
+    """Return the bins that a CPU counts a label in."""
+    value = torch.tensor([label], dtype=dtype, device="cpu")
+    return torch.histc(value, bins, least, most).nonzero().flatten().tolist() or None

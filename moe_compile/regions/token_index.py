@@ -21,7 +21,6 @@ import torch.fx as fx
 from moe_compile.graph.dependence import storages
 from moe_compile.graph.effects import is_pure
 from moe_compile.graph.legality import Legality
-from moe_compile.graph.open_sorts import SORT_PARAMETERS
 from moe_compile.graph.query import (
     argument_of,
     called_name,
@@ -31,7 +30,7 @@ from moe_compile.graph.query import (
     tensor_of,
     value_of,
 )
-from moe_compile.graph.torch_calls import arguments_of, torch_name
+from moe_compile.graph.torch_calls import SORT_PARAMETERS, arguments_of, torch_name
 from moe_compile.regions.row_chain import num_rows, shape_of
 from moe_compile.regions.token_regions import TokenPart
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from moe_compile.regions.body_needs import BodyNeeds
+from moe_compile.regions.body_nodes import BodyNeeds
 from moe_compile.regions.regions import MoERegion
 from moe_compile.runtime.node_groups import NodeGroups
 

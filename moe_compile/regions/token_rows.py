@@ -20,8 +20,7 @@ from moe_compile.graph.effects import may_attend
 from moe_compile.graph.modes import changes_mode, chooses_attention
 from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.graph.torch_calls import arguments_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_chain import RowChain, num_rows, only_reader, shape_of, type_of
 from moe_compile.regions.token_counts import counts_values

@@ -26,11 +26,9 @@ import torch.fx as fx
 
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.effects import is_size_query
-from moe_compile.graph.open_sorts import SORT_PARAMETERS
 from moe_compile.graph.query import operator_at, tensor_of, where_equal
-from moe_compile.graph.torch_calls import arguments_of, torch_name
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.graph.torch_calls import SORT_PARAMETERS, arguments_of, torch_name
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.row_chain import CASTS, RowChain, num_rows, only_reader, shape_of, type_of
 from moe_compile.regions.token_index import repeated_in_rows
 from moe_compile.regions.token_regions import TokenSum

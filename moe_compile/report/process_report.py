@@ -7,11 +7,14 @@ Contract
     Each exchange of a compilation has one line: found, or not found, why, and what to change.
     A dispatch and its combine are one entry, at the line of the dispatch; exchanges of counts and
     collectives that are no all-to-all are none.
+    Of a graph's texts it has the first lines, then what each step changes. A step that changes no
+    line is left out. What changed between two levels is torch's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import logging
 import os
@@ -28,7 +31,6 @@ import torch.fx as fx
 from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.graph_breaks import frames_left_out, warning_of
-from moe_compile.report.graph_texts import texts_of
 from moe_compile.report.page import PAGE, json_of, write_page, write_whole
 from moe_compile.report.region_reports import (
     ALL_GATHERED,
@@ -40,7 +42,7 @@ from moe_compile.report.region_reports import (
     RegionReport,
 )
 from moe_compile.runtime.launch_records import RECORD_LAUNCHES, executed_records, on_first_execution
-from moe_compile.schedule.kept_timelines import kept_timeline
+from moe_compile.schedule.timeline import kept_timeline
 from moe_compile.schedule.timeline_data import packed
 from moe_compile.source_hash import installed_version
 
@@ -70,6 +72,7 @@ FIGURES: Final = (
     "overlap_slowdown",
 )
 """Measures of the passes on graphs that the report shows."""
+TORCHS: Final = "torch, between levels of passes"
 
 
 class ProcessReport:
@@ -316,3 +319,28 @@ def record_of(graph: fx.Graph) -> dict[str, Any]:
     for node in graph.find_nodes(op="call_function", target=RECORD_LAUNCHES):
         return dict(json.loads(str(node.args[1])))
     return {}
+
+
+def texts_of(compilations: Sequence[Compilation]) -> list[dict[str, Any]]:
+    """Return, of each graph, its place, name, first lines, and steps with their changes."""
+    return [text for compilation in compilations for text in _texts_of_one(compilation)]
+
+
+def _texts_of_one(compilation: Compilation) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    known: dict[str, tuple[str, ...]] = {}
+    for text in compilation.journal.texts or ():
+        one = {"where": compilation.site, "graph": text.graph, "lines": text.lines, "steps": []}
+        steps = found.setdefault(text.graph, one)["steps"]
+        if changes := _changed_lines(known.get(text.graph, text.lines), text.lines):
+            steps.append({"step": text.step or TORCHS, "changes": changes})
+        known[text.graph] = text.lines
+    return list(found.values())
+
+
+def _changed_lines(before: Sequence[str], after: Sequence[str]) -> list[list[Any]]:
+    """Return [first line, line behind the last, lines in their place], in order."""
+    if before == after:
+        return []
+    codes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return [[i, j, after[k:m]] for tag, i, j, k, m in codes if tag != "equal"]

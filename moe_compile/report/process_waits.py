@@ -10,7 +10,7 @@ import torch.distributed as dist
 from moe_compile.report.waits import CollectiveWait, Name, RankWaits, predicted_waits_ms, waits_of
 from moe_compile.runtime.launch_records import executed_records
 from moe_compile.runtime.measured_waits import WAIT_TIMES, parts_of
-from moe_compile.schedule.kept_timelines import kept_timeline
+from moe_compile.schedule.timeline import kept_timeline
 
 
 def take_waits(steps: int) -> RankWaits:

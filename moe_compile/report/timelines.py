@@ -5,6 +5,8 @@ Contract
     A graph has its runs in this order, as far as the report has them: the program as written, the
     rewritten graph in its own order, and the same graph as it runs.
     A collective is alone while the compute stream stands still.
+    A trace, for Perfetto or chrome://tracing, has one process per timeline and one thread per
+    stream; times in microseconds. Loading it needs nothing of megamoe.
     Imports no torch.
 """
 
@@ -14,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from moe_compile.report.chrome_trace import TracedProcess, TracedSpan, chrome_trace
 from moe_compile.schedule.timeline_data import (
     AFTER,
     AS_WRITTEN,
@@ -35,6 +36,58 @@ LEGEND: Final = (
     "Times are predicted from a hardware profile. Streams: the host, which launches; compute; the "
     "link of each process group. Where a row is empty its stream waits."
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedSpan:
+    """One task on one stream."""
+
+    name: str
+    kind: str
+    stream: int
+    """Index of the stream in its process."""
+    start_us: float
+    us: float
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What a viewer shows of the task beside its name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedProcess:
+    """One timeline: its name, streams and spans."""
+
+    name: str
+    streams: Sequence[str]
+    spans: Sequence[TracedSpan]
+    """In any order."""
+
+
+def chrome_trace(processes: Sequence[TracedProcess], legend: str) -> dict[str, Any]:
+    """Return the trace of several timelines, in the trace event format."""
+    events: list[dict[str, Any]] = []
+    for number, process in enumerate(processes):
+        events.append(_name("process_name", number, 0, process.name))
+        for thread, stream in enumerate(process.streams):
+            events.append(_name("thread_name", number, thread, stream))
+        events.extend(_event(span, number) for span in process.spans)
+    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"legend": legend}}
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _event(span: TracedSpan, process: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.kind,
+        "pid": process,
+        "tid": span.stream,
+        "ts": span.start_us,
+        "dur": span.us,
+        "args": dict(span.notes),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

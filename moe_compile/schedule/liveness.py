@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.alias_classes import AliasClasses
+from moe_compile.graph.aliases import AliasClasses
 from moe_compile.graph.effects import is_size_query
 from moe_compile.graph.precedence import awaited
 from moe_compile.graph.query import is_offload, is_wait, value_of
@@ -78,14 +78,6 @@ class Liveness:
                 if last[storage] == step:
                     live -= size.get(storage, 0)
             yield during, live
-
-
-def offloaded_bytes(graph: fx.Graph, sizes: NominalSizes) -> int:
-    """Return the bytes that one run of a forward graph leaves in host memory, until its backward.
-
-    So many bytes of the activations that it keeps are not on the device, for each microbatch.
-    """
-    return sum(sizes.nbytes(value_of(node)) for node in graph.nodes if is_offload(node))
 
 
 def _sent(node: fx.Node) -> tuple[fx.Node, ...]:

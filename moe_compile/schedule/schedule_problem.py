@@ -17,8 +17,7 @@ import torch.fx as fx
 from moe_compile.cost.amounts import is_elementwise, is_free
 from moe_compile.cost.cost_model import Cost
 from moe_compile.graph.effects import may_draw
-from moe_compile.graph.launch_order import plan_launch_order
-from moe_compile.graph.part_order import order_by_parts
+from moe_compile.graph.launch_order import order_by_parts, plan_launch_order
 from moe_compile.graph.precedence import awaited, find_predecessors, is_host_read
 from moe_compile.graph.query import (
     ends_transfer,

@@ -1,12 +1,18 @@
-"""What runs when in an order of a graph's nodes, and the bytes that live meanwhile.
+"""What runs when in an order of a graph's nodes, and the bytes that live meanwhile; kept by name.
 
 Contract
     The result is data as `schedule/timeline_data.py` says. Times are those of
     `schedule/simulate.py`, bytes those of `schedule/liveness.py`.
+    A graph carries the name of its timeline alone: every call hands over the text of its record, so
+    that has to be short. The timeline is known in the process that compiled the graph, and where
+    Inductor keeps code it lies beside it, for processes that find the code there.
+    A timeline that is found neither here nor there is "": a cache may have come without it.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,8 +20,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.launch_order import ANNOTATIONS, REGION
-from moe_compile.graph.part_order import PRODUCTS
+from moe_compile.graph.launch_order import ANNOTATIONS, PRODUCTS, REGION
 from moe_compile.graph.query import (
     operator_of,
     overload_name,
@@ -28,6 +33,7 @@ from moe_compile.schedule.liveness import Liveness
 from moe_compile.schedule.schedule_problem import ScheduleProblem
 from moe_compile.schedule.simulate import COMPUTE, COPIES, HOST, Clock, simulate
 from moe_compile.schedule.timeline_data import ON_COMPUTE, ON_HOST, ON_LINK, OTHER, PRODUCT
+from moe_compile.torch_quirks.cache_files import keep, kept_path
 
 DIGITS: Final = 2
 """Decimals of a microsecond that are kept."""
@@ -38,6 +44,9 @@ NO_NAMES: Final = ("", "undefined", "default_pg")
 """Descriptions of process groups that say nothing."""
 Row = Callable[[int], int]
 """Function from a node to its row in the data."""
+MOST: Final = 256
+"""Timelines that a process knows: the latest."""
+_KNOWN: Final[OrderedDict[str, str]] = OrderedDict()
 
 
 def timeline_of(
@@ -138,3 +147,29 @@ def stream_name(stream: str) -> str:
 
 def _us(time: float) -> float:
     return round(time, DIGITS)
+
+
+def keep_timeline(packed: str, *, is_cached: bool) -> str:
+    """Keep a packed timeline, in a file where code of its graph `is_cached`; return its name."""
+    if not packed:
+        return ""
+    name = hashlib.sha256(packed.encode()).hexdigest()[:32]
+    _KNOWN[name] = packed
+    _KNOWN.move_to_end(name)
+    while len(_KNOWN) > MOST:
+        _KNOWN.popitem(last=False)
+    path = kept_path(f"timelines/{name}") if is_cached else None
+    if path is not None and not path.exists():
+        keep(path, packed)
+    return name
+
+
+def kept_timeline(name: str) -> str:
+    """Return the packed timeline of that name, "" where it is not known."""
+    if not name or name in _KNOWN:
+        return _KNOWN.get(name, "")
+    path = kept_path(f"timelines/{name}")
+    try:
+        return path.read_text() if path is not None else ""
+    except OSError:
+        return ""

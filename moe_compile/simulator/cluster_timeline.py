@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from moe_compile.cost.tasks import COMPUTE, NODE_LINK, STREAMS, Span
-from moe_compile.report.chrome_trace import TracedProcess, TracedSpan, chrome_trace
+from moe_compile.report.timelines import TracedProcess, TracedSpan, chrome_trace
 from moe_compile.simulator.layer_tasks import LayerTime
 
 FORWARD: Final = "forward"

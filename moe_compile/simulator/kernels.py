@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moe_compile.hardware.cluster import ClusterProfile, Fit
-from moe_compile.hardware.collectives import leaving_share
-from moe_compile.hardware.links import sent_us
+from moe_compile.hardware.links import leaving_share, sent_us
 from moe_compile.hardware.products import Product
 
 

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple, Self
 from moe_compile.cost.hop_shape import HopShape
 from moe_compile.cost.kernel_counts import CAUSAL_SHARE, ORDER_KERNELS, attention_operations
 from moe_compile.hardware.cluster import ClusterProfile, Fit
-from moe_compile.hardware.collectives import leaving_share, spread_of
-from moe_compile.hardware.links import Link
+from moe_compile.hardware.links import Link, leaving_share, spread_of
 from moe_compile.simulator.kernels import Kernels
 from moe_compile.simulator.method import (
     HOPS,

@@ -18,8 +18,7 @@ from moe_compile.cost.traced_nodes import Layers, TracedNodes
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import source_place
 from moe_compile.hardware import HardwareProfile
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Kind, Reason
+from moe_compile.journal.reasons import Kind, Left, Reason
 from moe_compile.journal.remedies import REMEDIES, changes_for
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import last_bits_remark, plan_num_chunks

@@ -27,8 +27,7 @@ from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import source_place, value_of
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Verdict
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Kind, Reason
+from moe_compile.journal.reasons import Kind, Left, Reason
 from moe_compile.journal.remedies import changes_for
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.choose_plan import Decision

@@ -26,16 +26,14 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_aggregate
 
+from moe_compile.batch.batch_body import REPEATS, repeats_in
 from moe_compile.batch.batch_split import BatchSplit
 from moe_compile.batch.batch_terms import Terms, summed_instead, terms_of, weight_of_targets
-from moe_compile.batch.spread_parameters import REPEATS, repeats_in
 from moe_compile.dims.arguments import moved
-from moe_compile.dims.factors import Dims, size_of
-from moe_compile.dims.sizes import SizeNumbers
-from moe_compile.graph.constant_tensors import maker_of
+from moe_compile.dims.factors import Dims, SizeNumbers, size_of
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import called_name, tensor_of
-from moe_compile.graph.torch_calls import torch_name
+from moe_compile.graph.torch_calls import maker_of, torch_name
 from passes.replay.factor_pieces import Emits, Pieces
 
 

@@ -19,8 +19,8 @@ import torch.fx as fx
 from moe_compile.dims.arguments import moved, operator_name
 from moe_compile.dims.factors import Dims, Factor, flat, group_size, holds, size_of
 from moe_compile.dims.tracker import CUTS, Tracker, cut_dim, is_form
-from moe_compile.graph.constant_tensors import maker_of
 from moe_compile.graph.query import is_all_to_all, output_splits, tensor_of
+from moe_compile.graph.torch_calls import maker_of
 
 
 class Emits(Protocol):

@@ -21,7 +21,7 @@ from moe_compile.graph.edit import Emitter, forget_slice_sizes
 from moe_compile.graph.effects import is_host_arithmetic
 from moe_compile.graph.inner_graphs import bodies
 from moe_compile.graph.query import called_name, known_rows, tensor_of
-from moe_compile.regions.host_reads import is_move_to_host
+from moe_compile.regions.body_nodes import is_move_to_host
 
 Size: TypeAlias = int | fx.Node
 

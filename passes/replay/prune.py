@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.effects import is_pure
-from moe_compile.regions.host_reads import is_host_read
+from moe_compile.regions.body_nodes import is_host_read
 from moe_compile.regions.regions import MoERegion, RowProof
 from passes.replay.host_reads import Size
 

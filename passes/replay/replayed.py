@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from moe_compile.graph.edit import Emitter, recompute_between
 from moe_compile.graph.torch_calls import torch_name
-from moe_compile.regions.host_reads import is_move_to_host
+from moe_compile.regions.body_nodes import is_move_to_host
 from moe_compile.regions.new_order import Part
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_chain import CASTS

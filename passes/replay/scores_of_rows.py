@@ -16,8 +16,7 @@ import torch.fx as fx
 from moe_compile.graph.edit import Emitter
 from moe_compile.graph.query import argument_of, operator_at, tensor_of, waits_on
 from moe_compile.graph.torch_calls import torch_name
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.ops.permute import PERMUTE_ROWS
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.row_chain import holds_fractions, num_rows, shape_of

@@ -20,7 +20,7 @@ allowed = {"moe_compile", "passes", *sys.stdlib_module_names}
 others = [name for name in set(sys.modules) - before if name.partition(".")[0] not in allowed]
 assert not others, f"importing the backend loads {others}"
 import passes.pipeline, torchtitan_integration, moe_compile.cli
-from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Left
 """
 
 

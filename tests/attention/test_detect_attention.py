@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from moe_compile.attention import detect_attention, head_inputs, head_proof
+from moe_compile.attention import detect_attention, head_proof
 from moe_compile.attention.detect_attention import find_attention
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.legality import REASONS
@@ -52,7 +52,8 @@ def test_every_style_is_a_region(fake_ranks, style, exchanges, local, kv_heads):
     (region,), refused = find(style, fake_ranks)
     assert not refused
     assert len(region.exchanges) == exchanges
-    assert len(region.local_operands) == local
+    pairs = zip(region.operands, region.sources, strict=True)
+    assert len({operand for operand, source in pairs if source is None}) == local
     assert (region.num_ranks, region.num_heads, region.num_kv_heads) == (2, 4, kv_heads)
 
 
@@ -64,12 +65,6 @@ def test_what_only_looks_like_a_region_is_left_with_a_reason(fake_ranks, style):
     assert refused.reason is reason and refused.detail.startswith(begins)
 
 
-def test_the_choice_of_a_backend_belongs_to_the_region(fake_ranks):
-    (region,), _ = find(layers.NormedAttention, fake_ranks)
-    entering, leaving = region.state_calls
-    assert entering < region.core < leaving
-
-
 @pytest.mark.parametrize("style", [layers.SplitAttention, layers.LateRepeatAttention])
 def test_one_local_kv_head_has_no_factor_though_it_is_repeated(fake_ranks, style):
     (region,), _ = find(style, fake_ranks, kv_heads=2)
@@ -78,7 +73,7 @@ def test_one_local_kv_head_has_no_factor_though_it_is_repeated(fake_ranks, style
 
 def test_every_reason_has_a_program():
     """Those of the plan have theirs in tests/passes/test_chunk_attention.py."""
-    files = (detect_attention, head_inputs, head_proof)
+    files = (detect_attention, head_proof)
     said = re.findall(r"Reason\.([A-Z_]+)", "".join(map(inspect.getsource, files)))
     known = {*(Reason[name] for name in said), *REASONS.values()}
     assert known == {reason for reason, _ in REFUSED.values()}

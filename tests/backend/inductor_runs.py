@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._inductor.utils import run_fw_bw_and_get_code
 
-from moe_compile.graph.wrapper_order import event_letters, wrapper_events
+from moe_compile.testing.wrapper_order import event_letters, wrapper_events
 from tests.layers import GroupedExperts
 
 NUMBERED = re.compile(r"# AOT ID: .*")  # counts the compilations of the process

@@ -15,7 +15,7 @@ from moe_compile.batch.batch_proof import split_around
 from moe_compile.dims.factors import Factor, Lost, flat, regroup, unify
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import has_gradient
-from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Left
 from tests.capture import dynamo_graphs
 
 SIZES = (4, 8, 16)

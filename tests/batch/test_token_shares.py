@@ -7,7 +7,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from moe_compile.batch.batch_proof import find_batch_split
 from moe_compile.graph.facts import GraphFacts
-from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Left
 from moe_compile.testing.mirrored_rank import become_mirrored
 from tests.batch_layers import POSITIONS, WIDTH
 from tests.capture import dynamo_graphs

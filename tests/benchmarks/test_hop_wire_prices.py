@@ -8,7 +8,7 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.rates import Rates
-from moe_compile.graph.copied_graph import copy_of_graph
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.hardware import load_profile
 from moe_compile.hardware.profile import read_profile
 from moe_compile.plan.candidates import Candidate

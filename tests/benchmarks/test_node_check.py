@@ -15,9 +15,9 @@ from benchmarks.node.hidden import judge_steps, judge_variant
 from benchmarks.node.recipes import STEPS, judge_losses, most_off
 from benchmarks.node.sizes import PROMISED_S
 from benchmarks.node.summary import BARS
-from moe_compile.check.collectives import EXCHANGE, GATHER
+from moe_compile.check.hardware import write_profile
 from moe_compile.check.limited_process import run_ranks
-from moe_compile.check.measured_profile import write_profile
+from moe_compile.check.links import EXCHANGE, GATHER
 from moe_compile.check.ranks import Ranks
 from moe_compile.check.sections import LONGEST_S, read_section
 from moe_compile.hardware.profile import load_profile

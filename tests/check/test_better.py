@@ -30,7 +30,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import InvalidConfig
 from moe_compile.testing.rank_pool import forget_compiled
 from tests.layers import GroupedExperts
-from torchtitan_integration.check.toml_table import with_options
+from torchtitan_integration.job_file import with_options
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from moe_compile.check.forms import (
     WITHOUT,
     Form,
     Forms,
+    in_high_precision,
     names_without,
 )
-from moe_compile.check.high_precision import in_high_precision
 from moe_compile.config import MegaMoEConfig
 from moe_compile.testing.rank_pool import forget_compiled
 

@@ -11,8 +11,7 @@ import torch.distributed._functional_collectives as functional
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_compile.check.intervals import common, union, without
-from moe_compile.check.profiler_trace import measure, read_trace, trace_of
+from moe_compile.check.profiler_trace import common, measure, read_trace, trace_of, union, without
 from moe_compile.testing.rank_pool import RankPool
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)), max_size=8).map(

@@ -5,7 +5,6 @@ import io
 import pytest
 from rich.console import Console
 
-from moe_compile.check.contention import Pieces
 from moe_compile.check.explained_errors import (
     AS_PREDICTED,
     BANDWIDTH,
@@ -23,10 +22,10 @@ from moe_compile.check.explained_errors import (
 from moe_compile.check.matched_collectives import Window, match
 from moe_compile.check.profiler_trace import GRAPH, trace_of
 from moe_compile.check.sections import Record, read_section
-from moe_compile.check.where import Found, judge_contention, judge_window
-from moe_compile.check.where_table import constants, says_where, table_of_where
+from moe_compile.check.summary import constants, says_where, table_of_where
+from moe_compile.check.where import Found, Pieces, judge_contention, judge_window
 from moe_compile.hardware.links import Link
-from moe_compile.schedule.kept_timelines import keep_timeline
+from moe_compile.schedule.timeline import keep_timeline
 from moe_compile.schedule.timeline_data import AFTER, packed
 
 LINK = Link(gb_per_s=1.0, latency_us=10.0)

@@ -8,10 +8,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from moe_compile.dims.factors import Factor, flat, holds
+from moe_compile.dims.factors import Factor, SizeNumbers, flat, holds
 from moe_compile.dims.flow import Flow, Followed, Notes
-from moe_compile.dims.node_run import recorder_of
-from moe_compile.dims.sizes import SizeNumbers
+from moe_compile.dims.tracker import recorder_of
 
 
 class Claims:

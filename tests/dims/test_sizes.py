@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_compile.dims.factors import Lost
-from moe_compile.dims.sizes import SizeNumbers
+from moe_compile.dims.factors import Lost, SizeNumbers
 from moe_compile.graph.query import expression_of
 from tests.capture import dynamo_graphs
 

@@ -5,7 +5,7 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
-from moe_compile.graph.open_sorts import is_open_sort, make_stable
+from moe_compile.graph.torch_calls import is_open_sort, make_stable
 from moe_compile.journal.reasons import Reason
 from moe_compile.regions.regions import RowProof
 from tests.equivalence.test_shared_parameters import outcome, proof_of

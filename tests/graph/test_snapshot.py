@@ -3,8 +3,8 @@
 import torch
 import torch.fx
 
-from moe_compile.graph.open_sorts import make_stable
 from moe_compile.graph.snapshot import Snapshot
+from moe_compile.graph.torch_calls import make_stable
 
 
 def test_a_graph_whose_nodes_a_pass_left_out_of_order_is_restored():

@@ -17,11 +17,16 @@ from torchtitan_integration.dry_run.activations import (
     activations_of,
     busiest_rank,
 )
-from torchtitan_integration.dry_run.changes import Change, possible_changes
+from torchtitan_integration.dry_run.changes import (
+    Change,
+    Helped,
+    device_memory,
+    possible_changes,
+    skew_line,
+    verdict,
+)
 from torchtitan_integration.dry_run.layers import Traced
-from torchtitan_integration.dry_run.memory import ModelState
-from torchtitan_integration.dry_run.stages import StageMemory, Stages, first_most_last
-from torchtitan_integration.dry_run.verdict import Helped, device_memory, skew_line, verdict
+from torchtitan_integration.dry_run.stages import ModelState, StageMemory, Stages, first_most_last
 
 EVEN = BusiestRank(skew=0.0, times=DOUBLED)
 SKEWED = BusiestRank(skew=1.0, times=1.5)

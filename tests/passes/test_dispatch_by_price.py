@@ -12,7 +12,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import Why
 from moe_compile.plan.state import CompileState
 from moe_compile.report.region_reports import decision_figures, decision_remarks
-from passes.kinds.by_counts.words import dispatch_remarks
+from passes.kinds.by_counts.kind import dispatch_remarks
 from passes.pipeline import DYNAMO, run_level
 from passes.rewrite_regions import RewriteRegions
 from tests.capture import dynamo_graphs

@@ -13,7 +13,7 @@ from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.detect_regions import DetectRegions
-from passes.kinds.by_counts.words import region_report
+from passes.kinds.by_counts.kind import region_report
 from passes.plan_regions import PlanRegions
 from passes.replay.chunk_axis import split_by_load
 from passes.rewrite_regions import RewriteRegions

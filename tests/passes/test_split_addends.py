@@ -8,9 +8,9 @@ from torch._inductor.utils import run_and_get_code
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import overload_name
-from moe_compile.graph.wrapper_order import event_letters, wrapper_events
 from moe_compile.hardware import load_profile
 from moe_compile.plan.state import CompileState
+from moe_compile.testing.wrapper_order import event_letters, wrapper_events
 from moe_compile.torch_quirks.inductor_settings import settings_of_ours
 from passes.pin_order import pin_order
 from passes.schedule_exchanges import ScheduleExchanges

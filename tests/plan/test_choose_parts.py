@@ -3,7 +3,7 @@
 import pytest
 
 from moe_compile.journal.reasons import Reason
-from moe_compile.plan.choose_parts import PartsDecision, TriedProgram, choose_parts
+from moe_compile.plan.choose_plan import PartsDecision, TriedProgram, choose_parts
 
 
 def program(parts, us, *off, chunks="auto", peak=100):

@@ -15,8 +15,8 @@ from moe_compile.cost.amounts import amounts_of
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import group_name, is_all_to_all, tensor_of
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.hardware import Link, load_profile
 from moe_compile.hardware.profile import read_profile
 from moe_compile.journal.reasons import Reason

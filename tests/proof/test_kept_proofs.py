@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.facts import GraphFacts
-from moe_compile.journal.left import Left
-from moe_compile.proof import kept_proofs, row_proof
+from moe_compile.journal.reasons import Left
+from moe_compile.proof import region_form, row_proof
 from moe_compile.proof.region_form import form_of
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
@@ -27,7 +27,7 @@ from tests.proof.verdicts import EXPERTS, HIDDEN, TOP_K, WIDTH, tokens
 @pytest.fixture
 def made(monkeypatch):
     """Names of the regions whose proof was made."""
-    kept_proofs.forget()
+    region_form.forget()
     names, trace = [], row_proof.trace_body
 
     def counted(region, **settings):
@@ -54,7 +54,7 @@ def test_like_layers_are_proven_once_and_each_proof_is_of_its_own_layer(fake_ran
     found = proofs(alike(style, fake_ranks, 3), tokens())
     assert made == ["region 0"]
     for region, kept in found[1:]:
-        kept_proofs.forget()
+        region_form.forget()
         anew = prove_rows_independent(region)
         assert isinstance(kept, RowProof)
         assert kept == anew
@@ -171,7 +171,7 @@ def test_another_stride_or_gradient_is_another_form(fake_ranks, made, other):
     (_, first), (region, second) = proofs([plain, changed], tokens())
     assert isinstance(first, RowProof)
     assert made == ["region 0", "region 1"]
-    kept_proofs.forget()
+    region_form.forget()
     assert second == prove_rows_independent(region)
 
 
@@ -241,7 +241,7 @@ def test_another_relation_of_sizes_is_another_form(fake_ranks):
 
 
 def test_no_more_proofs_are_kept_than_are_to_be(fake_ranks, made, monkeypatch):
-    monkeypatch.setattr(kept_proofs, "MOST", 1)
+    monkeypatch.setattr(region_form, "MOST", 1)
     layers = [alike(style, fake_ranks, 1)[0] for style in (GroupedExperts, FusedGateUp)]
     proofs([*layers, *layers], tokens())
     assert made == ["region 0", "region 1", "region 2", "region 3"]
@@ -249,6 +249,6 @@ def test_no_more_proofs_are_kept_than_are_to_be(fake_ranks, made, monkeypatch):
 
 def test_a_kept_proof_holds_no_graph(fake_ranks, made):
     proofs(alike(GroupedExperts, fake_ranks, 1), tokens())
-    (kept,) = kept_proofs._KEPT.values()
+    (kept,) = region_form._KEPT.values()
     fields = pytree.tree_leaves([getattr(kept, one.name) for one in dataclasses.fields(kept)])
     assert not any(isinstance(leaf, torch.fx.Node) for leaf in fields)

@@ -8,8 +8,7 @@ from torch.utils._sympy.functions import FloorDiv, Max
 
 from moe_compile.graph.query import source_place
 from moe_compile.journal.reasons import Reason
-from moe_compile.proof.count_run import Unevaluable
-from moe_compile.proof.count_samples import draw_samples, large_samples
+from moe_compile.proof.count_run import Unevaluable, draw_samples, large_samples
 from moe_compile.proof.operator_call import Claim
 from moe_compile.proof.sampled_counts import SampledRows
 from moe_compile.regions.count_facts import CountFacts

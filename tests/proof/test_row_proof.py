@@ -10,7 +10,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 )
 
 from moe_compile.graph.facts import GraphFacts
-from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Left
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
 from moe_compile.regions.regions import RowProof

@@ -6,7 +6,7 @@ import torch
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.journal.reasons import Reason
 from moe_compile.proof.spare_rows import check_spare_rows
-from moe_compile.regions.body_needs import needs_of_body
+from moe_compile.regions.body_nodes import needs_of_body
 from moe_compile.regions.count_facts import CountFacts
 from moe_compile.regions.detect_moe import find_moe_regions
 from moe_compile.regions.regions import RowProof

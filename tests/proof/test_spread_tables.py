@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Left
 from moe_compile.regions.regions import RowProof
 from tests.layers import GroupedExperts
 from tests.proof.verdicts import WIDTH, judge, layer_of, tokens

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_compile.graph.facts import GraphFacts
-from moe_compile.journal.left import Left
+from moe_compile.journal.reasons import Left
 from moe_compile.proof.row_proof import prove_rows_independent
 from moe_compile.regions.detect_moe import find_moe_regions
 from tests.capture import dynamo_graphs

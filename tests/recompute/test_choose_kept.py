@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from moe_compile.backend import rewrite
 from moe_compile.codegen import run_on_aot_graph, trace_both
 from moe_compile.config import MegaMoEConfig
-from moe_compile.cost.aot_trace import aot_graphs
+from moe_compile.cost.layer_program import aot_graphs
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.precedence import integers_taken
 from moe_compile.graph.query import is_launch, overload_name, value_of

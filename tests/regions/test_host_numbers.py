@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.regions import RowProof
 from tests.proof.test_row_orders import put_back, verdict_on
 from tests.proof.verdicts import WIDTH

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_compile.graph.dependence import Dependence
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.regions.token_counts import counts_values
 from moe_compile.regions.token_index import TokenIndex
 from moe_compile.regions.token_rows import find_token_rows

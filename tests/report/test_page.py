@@ -16,14 +16,12 @@ from moe_compile.journal.entries import GraphText, Journal
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import REMEDIES
 from moe_compile.report.compilations import Compilation
-from moe_compile.report.graph_texts import texts_of
 from moe_compile.report.page import page_data, page_of
-from moe_compile.report.process_report import ProcessReport, report_of
+from moe_compile.report.process_report import ProcessReport, report_of, texts_of
 from moe_compile.report.timelines import timelines_of
-from moe_compile.schedule import kept_timelines
-from moe_compile.schedule.kept_timelines import keep_timeline, kept_timeline
+from moe_compile.schedule import timeline as schedule_timeline
 from moe_compile.schedule.simulate import COMPUTE
-from moe_compile.schedule.timeline import stream_name
+from moe_compile.schedule.timeline import keep_timeline, kept_timeline, stream_name
 from moe_compile.schedule.timeline_data import AFTER, AS_WRITTEN, BEFORE, packed, unpacked
 from tests.test_visible import LAYER, explained
 
@@ -213,10 +211,10 @@ def test_a_link_is_called_as_the_mesh_calls_its_group(fake_ranks):
 def test_a_timeline_lies_beside_the_code_of_its_graph(tmp_path, monkeypatch):
     """Another process finds it there, as it finds the code; without it the page says so."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kept_timelines, "_KNOWN", OrderedDict())
+    monkeypatch.setattr(schedule_timeline, "_KNOWN", OrderedDict())
     alone, cached = (keep_timeline(packed([i]), is_cached=bool(i)) for i in (0, 1))
     assert len(cached) == 32 and unpacked(kept_timeline(alone)) == [0]
-    kept_timelines._KNOWN.clear()
+    schedule_timeline._KNOWN.clear()
     assert unpacked(kept_timeline(cached)) == [1]
     assert kept_timeline(alone) == "" == kept_timeline("")
     record = {"site": "a.py:3", "phase": "forward", "launches": {"0": ["a"]}, "measures": {}}

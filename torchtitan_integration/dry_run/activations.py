@@ -15,7 +15,7 @@ from typing import Final
 import torch.fx as fx
 
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.alias_classes import AliasClasses
+from moe_compile.graph.aliases import AliasClasses
 from moe_compile.plan.uneven_price import RoutingSkew, drawn_rows, most_rows
 from moe_compile.schedule.liveness import Liveness
 from torchtitan_integration.dry_run.world import FakeRank

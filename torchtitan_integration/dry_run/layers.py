@@ -35,7 +35,6 @@ from moe_compile.choices import Choice, Rewritten, alternatives
 from moe_compile.config import MegaMoEConfig, from_sources, split_options
 from moe_compile.cost.amounts import amounts_of, ranks_of
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.query import (
     group_name,
     is_all_to_all,
@@ -43,7 +42,8 @@ from moe_compile.graph.query import (
     overload_name,
     tensor_of,
 )
-from moe_compile.hardware.collectives import spread_of
+from moe_compile.graph.snapshot import copy_of_graph
+from moe_compile.hardware.links import spread_of
 from moe_compile.predicted_time import timelines_as_written
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import predicted_measures, record_of

@@ -26,7 +26,18 @@ from moe_compile.report.page import json_of, write_whole
 from moe_compile.report.process_report import report_of
 from moe_compile.report.region_reports import RegionReport
 from moe_compile.simulator.cluster_tables import new_console
-from torchtitan_integration.dry_run.changes import Change, DryJob, possible_changes, try_changes
+from torchtitan_integration.dry_run.changes import (
+    GIB,
+    Change,
+    DryJob,
+    Helped,
+    device_memory,
+    memory_report,
+    possible_changes,
+    skew_line,
+    try_changes,
+    verdict,
+)
 from torchtitan_integration.dry_run.layers import DEFAULT_HARDWARE, Traced, Wanted
 from torchtitan_integration.dry_run.stages import (
     MAY_ADD,
@@ -35,14 +46,6 @@ from torchtitan_integration.dry_run.stages import (
     first_most_last,
     measure_stages,
     trace_stages,
-)
-from torchtitan_integration.dry_run.verdict import (
-    GIB,
-    Helped,
-    device_memory,
-    memory_report,
-    skew_line,
-    verdict,
 )
 from torchtitan_integration.dry_run.world import FakeRank
 from torchtitan_integration.job_file import JobFile, uses_megamoe

@@ -22,8 +22,7 @@ from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.candidates import CHUNKS, Candidate
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import ONE_CHUNK, plan_num_chunks

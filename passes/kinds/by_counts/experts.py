@@ -35,8 +35,7 @@ from moe_compile.cost.traced_nodes import Layers, TracedNodes
 from moe_compile.graph.query import known_rows, tensor_of
 from moe_compile.hardware.chip_limits import waits_in_products
 from moe_compile.journal.entries import Verdict
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import (
     AUTO_CHUNKS,
@@ -63,6 +62,7 @@ from passes.kinds.by_counts.chunk_edges import decide_edges
 from passes.kinds.by_counts.draft import Draft
 from passes.kinds.by_counts.gathering import (
     against,
+    find_mixing,
     gathered_form,
     gathered_work,
     gathering,
@@ -79,7 +79,6 @@ from passes.kinds.by_counts.two_hops import (
     shape_of_hops,
     two_hops_of,
 )
-from passes.kinds.by_counts.whole_experts import find_mixing
 from passes.kinds.by_counts.wires import never_packed, plan_wires
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks

@@ -2,6 +2,10 @@
 
 Contract
     The graph is as the model wrote it, and is not edited: a copy is rewritten, and read.
+    Nodes that are not proven row by row must run only where an expert's rows are whole
+    (`find_mixing`). A chunk of whole experts computes them from the same numbers as the region
+    does. A chunk without the expert must not run them; a chunk of tokens would run them on a part
+    of the rows.
 """
 
 from __future__ import annotations
@@ -16,24 +20,24 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.read_regions import Replayed, read_work
 from moe_compile.cost.region_work import RegionWork
 from moe_compile.cost.traced_nodes import TracedNodes
-from moe_compile.graph.copied_graph import copy_of_graph
 from moe_compile.graph.edit import erase_dead, move_before, replace_uses
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import known_rows, operator_at, tensor_of, waits_on
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.graph.snapshot import copy_of_graph
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.journal.remedies import allowed_by
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.decide import asks_planner
 from moe_compile.plan.dispatch_rules import DispatchCosts, quantises_rows, rounding_of
 from moe_compile.plan.planned import FoundExperts
-from moe_compile.regions.body_needs import needs_of_body
+from moe_compile.regions.body_nodes import needs_of_body
 from moe_compile.regions.grouped_products import EightBits, compute_in_eight_bits, is_grouped
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrite_effects import find_effects
 from moe_compile.regions.rewrites import Replacement
 from moe_compile.regions.token_regions import GatheredForm, TokenRows
 from passes.replay.gathered import emit_gathered
+from passes.replay.prune import prune_other_experts
 
 EIGHT_BITS: Final = "eight bits are asked for, in which an all-gather sends nothing"
 NOT_COUNTED: Final = "; how many rows a token has is not proven"
@@ -206,3 +210,23 @@ def _apply(form: GatheredForm, rewrite: Replacement) -> frozenset[fx.Node]:
     move_before(effects.moved, effects.read_at)
     erase_dead(after.dead)
     return gathered.routing
+
+
+def find_mixing(
+    region: MoERegion, proof: RowProof, bounds: Iterable[range], *, by_tokens: bool
+) -> Left | None:
+    """Return the refusal of chunks that would run such a node on other rows; None without one."""
+    if by_tokens and proof.whole:
+        return Left(
+            Reason.ROWS_MIXED,
+            f"{operator_at(proof.whole[0][0])}: a chunk has not all rows of an expert",
+        )
+    for chunk, experts in enumerate(bounds):
+        pruned = prune_other_experts(region, proof, experts)
+        for node, whose in proof.whole:
+            if not whose <= set(experts) and node not in pruned.nodes:
+                return Left(
+                    Reason.ROWS_MIXED,
+                    f"{operator_at(node)}: chunk {chunk} has no rows of its expert",
+                )
+    return None

@@ -20,8 +20,7 @@ from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.hardware.chip_limits import multiplies_in_eight_bits
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.ops.product_formats import FORMATS, ProductFormat
 from moe_compile.ops.scaled_products import AS_IT_IS
 from moe_compile.plan.product_times import ProductTimes, product_times

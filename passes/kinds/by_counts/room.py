@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import known_rows, operator_at, tensor_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.proof.spare_rows import check_spare_rows
-from moe_compile.regions.body_needs import BodyNeeds, needs_of_body
+from moe_compile.regions.body_nodes import BodyNeeds, needs_of_body
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrite_effects import find_effects
 from moe_compile.regions.rewrites import Effects, Replacement

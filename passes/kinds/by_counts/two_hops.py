@@ -19,8 +19,7 @@ import torch.fx as fx
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.hop_shape import HopShape
 from moe_compile.graph.query import tensor_of
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.choose_plan import Decision
 from moe_compile.plan.chunk_numbers import plan_num_chunks
 from moe_compile.plan.decide import TwoHops
@@ -31,8 +30,7 @@ from moe_compile.regions.rewrite_effects import find_effects
 from moe_compile.regions.rewrites import Replacement
 from moe_compile.regions.token_regions import TokenRows, TwoHopForm
 from moe_compile.runtime.node_groups import node_groups_of
-from passes.kinds.by_counts.gathering import why_rounded
-from passes.kinds.by_counts.whole_experts import find_mixing
+from passes.kinds.by_counts.gathering import find_mixing, why_rounded
 from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
 

@@ -17,8 +17,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.query import is_integer, tensor_of, waits_on
 from moe_compile.hardware.chip_limits import packs_rows
 from moe_compile.journal.entries import Verdict, judged
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.regions import MoERegion

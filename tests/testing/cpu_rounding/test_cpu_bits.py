@@ -5,8 +5,7 @@ import torch
 
 from moe_compile.backend import rewrite
 from moe_compile.config import MegaMoEConfig
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.chunk_numbers import LAST_BITS
 from moe_compile.proof.kernel_bits import KernelBits, bits, bits_by
 from moe_compile.regions.regions import RowProof

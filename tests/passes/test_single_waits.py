@@ -5,8 +5,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_compile.graph.query import is_launch, is_wait, overload_name, waits_on
-from moe_compile.graph.single_waits import TOGETHER
-from moe_compile.graph.wrapper_order import event_letters, products_under, wrapper_events
+from moe_compile.testing.wrapper_order import event_letters, products_under, wrapper_events
+from passes.normalize_exchanges import TOGETHER
 from passes.sort_nodes import SortNodes
 from tests.capture import dynamo_graphs, state
 

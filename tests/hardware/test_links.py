@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from moe_compile.hardware.collectives import leaving_share, spread_of
+from moe_compile.hardware.links import leaving_share, spread_of
 
 GROUPS = [(16, 8), (64, 8), (6, 2), (4, 1)]
 

@@ -1,13 +1,14 @@
-"""The nodes of a region's body that compute the rows sent back from given rows and counts.
+"""Nodes of a region's body: those that compute the rows sent back, and those that read integers.
 
 Contract
-    Nodes that only arrange the exchanges are excluded: split sizes, launches, waits.
+    Nodes that only arrange the exchanges are no needs of the body: split sizes, launches, waits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.fx as fx
 
 from moe_compile.graph.query import expression_of, tensor_of, value_of, waits_on
@@ -56,3 +57,38 @@ def _is_size(node: fx.Node, expression: object) -> bool:
     if value is None or isinstance(value, bool) or tensor_of(node) is not None:
         return False
     return bool(expression_of(value) == expression)
+
+
+def is_host_read(node: fx.Node) -> bool:
+    """Whether the host waits for one integer of a tensor."""
+    return node.op == "call_method" and node.target == "item"
+
+
+def is_move_to_host(node: fx.Node) -> bool:
+    """Whether the node only copies integers to the host, as the bulk read does for all."""
+    if node.op != "call_method" or node.target not in ("to", "cpu"):
+        return False
+    where = node.args[1] if len(node.args) > 1 else node.kwargs.get("device", "cpu")
+    return len(node.args) <= 2 and isinstance(where, str | torch.device) and str(where) == "cpu"
+
+
+def count_host_reads(region: MoERegion) -> int:
+    """Return the blocking copies to the host in one forward pass of `region` as written.
+
+    Values read one by one from a tensor that was brought to the host whole cost one copy.
+    """
+    sources: set[object] = set()
+    for node in region.count_side:
+        if is_host_read(node):
+            element = node.args[0]
+            tensor = element.args[0] if isinstance(element, fx.Node) and element.args else None
+            sources.add(tensor if _is_on_host(tensor) else node)
+    return len(sources)
+
+
+def _is_on_host(tensor: object) -> bool:
+    return (
+        isinstance(tensor, fx.Node)
+        and tensor.op == "call_method"
+        and tensor.target in ("to", "cpu")
+    )

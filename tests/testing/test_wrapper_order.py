@@ -2,7 +2,7 @@
 
 import re
 
-from moe_compile.graph.wrapper_order import (
+from moe_compile.testing.wrapper_order import (
     EventKind,
     event_letters,
     products_under,
