@@ -54,13 +54,18 @@ def quantized_eagerly(style, dispatch_wire, combine_wire):
     return Quantized
 
 
-def in_eight_bits(style, recipe, gradient):
-    """Return `style` whose grouped products quantise their rows and weights."""
+def in_eight_bits(style, recipe, *elements):
+    """Return `style` whose grouped products quantise what they multiply.
+
+    `elements` are the element types of each product that is called, in turn.
+    """
 
     class InEightBits(style):
         def experts(self, rows, received):
+            turn = itertools.cycle(elements)
+
             def product(x, weight, offs):
-                return GROUPED_MM_FP8(x, weight, offs, recipe, gradient)
+                return GROUPED_MM_FP8(x, weight, offs, recipe, *next(turn))
 
             with mock.patch.object(torch, "_grouped_mm", product):
                 return super().experts(rows, received)

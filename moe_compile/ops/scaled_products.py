@@ -62,7 +62,8 @@ LIBRARY.define(
     "Tensor offs, str recipe, ScalarType dtype) -> Tensor"
 )
 LIBRARY.define(
-    "grouped_mm_fp8(Tensor rows, Tensor weight, Tensor offs, str recipe, str gradient) -> Tensor"
+    "grouped_mm_fp8(Tensor rows, Tensor weight, Tensor offs, str recipe, str product, "
+    "str grad_input) -> Tensor"
 )
 LIBRARY.define("message_rows(Tensor message, Tensor? index, int width) -> (Tensor, Tensor)")
 
@@ -73,7 +74,7 @@ GROUPED_MM_FP8 = torch.ops.megamoe.grouped_mm_fp8.default
 MESSAGE_ROWS = torch.ops.megamoe.message_rows.default
 
 AS_IT_IS: Final = "bf16"
-"""As `gradient`: the gradient that makes that of the rows is not quantised."""
+"""As an element type of `grouped_mm_fp8`: neither factor of that product is quantised."""
 UNQUANTIZED: Final = (torch.bfloat16, torch.float16, torch.float32)
 """Types of rows and weights that are quantised."""
 
@@ -220,11 +221,11 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Any, weight: Any, offs: Any, recipe: str, gradient: str
+        ctx: Any, rows: Any, weight: Any, offs: Any, recipe: str, product: str, grad_input: str
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, weight, offs)
-        ctx.recipe, ctx.gradient = recipe, gradient
-        return _quantized_product(rows, weight, offs, recipe, "e4m3")
+        ctx.recipe, ctx.grad_input = recipe, grad_input
+        return _product_of_rows(rows, weight, offs, recipe, product)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -232,21 +233,20 @@ class _GroupedProduct(torch.autograd.Function):
         of_rows = of_weight = None
         if ctx.needs_input_grad[0]:
             back = weight.transpose(1, 2)
-            if ctx.gradient == AS_IT_IS:
-                of_rows = torch._grouped_mm(grad, back, offs=offs)
-            else:
-                of_rows = _quantized_product(grad, back, offs, ctx.recipe, ctx.gradient)
+            of_rows = _product_of_rows(grad, back, offs, ctx.recipe, ctx.grad_input)
         if ctx.needs_input_grad[1]:
             if weight.stride(1) == 1:  # column after column, as torch's own gradient then is
                 of_weight = torch._grouped_mm(grad.t(), rows, offs=offs).transpose(1, 2)
             else:
                 of_weight = torch._grouped_mm(rows.t(), grad, offs=offs)
-        return of_rows, of_weight, None, None, None
+        return of_rows, of_weight, None, None, None, None
 
 
-def _quantized_product(
+def _product_of_rows(
     rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, recipe: str, element: str
 ) -> torch.Tensor:
+    if element == AS_IT_IS:
+        return torch._grouped_mm(rows, weight, offs=offs)
     payload, scales = QUANTIZE_ROWS(rows, recipe, element)
     product: torch.Tensor = SCALED_GROUPED_MM(
         payload, scales, *QUANTIZE_WEIGHT(weight, recipe), offs, recipe, rows.dtype
@@ -254,16 +254,20 @@ def _quantized_product(
     return product
 
 
-def _grouped_mm_fp8(rows: Any, weight: Any, offs: Any, recipe: str, gradient: str) -> torch.Tensor:
+def _grouped_mm_fp8(
+    rows: Any, weight: Any, offs: Any, recipe: str, product: str, grad_input: str
+) -> torch.Tensor:
     """Return the products `[R, N]` of rows `[R, K]` and the weight `[E, K, N]` of their group.
 
-    `gradient` is the element type of the gradient that is multiplied for the rows' gradient, or
-    "bf16" for a product of operands that are not quantised. The weight's gradient always is one.
+    `product` and `grad_input` say, for this product and for that of the rows' gradient, to which
+    element type rows or gradients are quantised; with "bf16" nothing is. Raises ValueError for a
+    type that the recipe has not.
     """
-    if gradient != AS_IT_IS:
-        element_of(format_of(recipe), gradient)
-    product: torch.Tensor = _GroupedProduct.apply(rows, weight, offs, recipe, gradient)
-    return product
+    for element in (product, grad_input):
+        if element != AS_IT_IS:
+            element_of(format_of(recipe), element)
+    made: torch.Tensor = _GroupedProduct.apply(rows, weight, offs, recipe, product, grad_input)
+    return made
 
 
 def _fake_quantize_rows(

@@ -27,10 +27,10 @@ BF16 = torch.bfloat16
 WIRES = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
 
 
-def run_case(rank, case, style, recipe, gradient, options):
+def run_case(rank, case, style, recipe, elements, options):
     torch._dynamo.reset()
     wires = (options.get(wire, "same") for wire in WIRES)
-    eager = in_eight_bits(quantized_eagerly(style, *wires), recipe, gradient)
+    eager = in_eight_bits(quantized_eagerly(style, *wires), recipe, *elements)
     asked = {"megamoe.strict": True, "megamoe.chunks": case.chunks}
     asked |= {f"megamoe.{name}": value for name, value in options.items()}
     return differing_tensors(
@@ -38,8 +38,8 @@ def run_case(rank, case, style, recipe, gradient, options):
     )
 
 
-def check(pool, case, style, recipe, gradient, options):
-    for rank, differing in enumerate(pool.run(run_case, case, style, recipe, gradient, options)):
+def check(pool, case, style, recipe, elements, options):
+    for rank, differing in enumerate(pool.run(run_case, case, style, recipe, elements, options)):
         assert not differing, f"rank {rank}: {differing}"
 
 
@@ -53,24 +53,37 @@ FORMS = [
     (GroupedExperts, "blockwise", "e4m3", 2),
     (GroupedExperts, "rowwise", "e4m3", 3),
     (GroupedExperts, "blockwise", "e5m2", 4),
-    (FusedGateUp, "rowwise", "bf16", 1),
 ]
 
 
 @pytest.mark.parametrize(("style", "recipe", "gradient", "chunks"), slow_but(FORMS[:1], FORMS))
 def test_every_format_in_any_number_of_chunks(two_devices, style, recipe, gradient, chunks):
-    options = {
-        "expert_compute": f"fp8_{recipe}",
-        "expert_gradients": "same" if gradient == "bf16" else gradient,
-    }
-    check(two_devices, a_case(style, chunks=chunks), style, recipe, gradient, options)
+    of_gradients = "_e5m2" if gradient == "e5m2" else ""
+    options = {"expert_compute": f"fp8_{recipe}{of_gradients}"}
+    check(two_devices, a_case(style, chunks=chunks), style, recipe, [("e4m3", gradient)], options)
+
+
+EIGHT, MODELS = "e4m3", "bf16"
+SOME = [
+    (GroupedExperts, ("gate", "grad_input"), [(EIGHT, EIGHT), (MODELS, EIGHT), (MODELS, EIGHT)]),
+    (GroupedExperts, ("up", "down"), [(MODELS, MODELS), (EIGHT, MODELS), (EIGHT, MODELS)]),
+    (FusedGateUp, ("up", "gate"), [(EIGHT, MODELS), (MODELS, MODELS)]),
+]
+"""Products that are named, with the element types of each product that the model calls."""
+
+
+@pytest.mark.parametrize(("style", "chosen", "elements"), slow_but(SOME[:1], SOME))
+def test_products_that_are_not_named_are_as_in_the_model(two_devices, style, chosen, elements):
+    options = {"expert_compute": "fp8_blockwise", "fp8_products": chosen}
+    check(two_devices, a_case(style, chunks=2), style, "blockwise", elements, options)
 
 
 @pytest.mark.parametrize("chunks", slow_but([2], [1, 2, 4]))
 def test_rows_that_arrive_in_eight_bits_feed_products_as_they_came(two_devices, chunks):
     """And so do gradients of results; eagerly both are unpacked, and quantised again."""
     options = {"expert_compute": "fp8_blockwise", **WIRES}
-    check(two_devices, a_case(chunks=chunks), GroupedExperts, "blockwise", "e4m3", options)
+    elements = [("e4m3", "e4m3")]
+    check(two_devices, a_case(chunks=chunks), GroupedExperts, "blockwise", elements, options)
 
 
 @given(st.integers(1, 300), st.integers(-100, 100), st.integers(0, 999))
@@ -98,9 +111,9 @@ COUNTS = (5, 0, 40, 1)
 def layer_of_two_products(x, w1, w2, offs, gradient, recipe, element):
     """Return activations, their gradient, output and gradients of a layer of four experts."""
     x, w1, w2 = (one.clone().requires_grad_() for one in (x, w1, w2))
-    h = torch.relu(GROUPED_MM_FP8(x, w1, offs, recipe, element))
+    h = torch.relu(GROUPED_MM_FP8(x, w1, offs, recipe, "e4m3", element))
     h.retain_grad()
-    out = GROUPED_MM_FP8(h, w2, offs, recipe, element)
+    out = GROUPED_MM_FP8(h, w2, offs, recipe, "e4m3", element)
     out.backward(gradient)
     of_products = torch.where(h > 0, h.grad, 0)
     return [t.detach() for t in (h, of_products, out, x.grad, w1.grad, w2.grad)]
@@ -191,7 +204,7 @@ def signal_to_noise(rank, codegen, options):
 FLOORS = [
     ({"expert_compute": "fp8_blockwise"}, (23.5, 23.5, 24.5)),
     ({"expert_compute": "fp8_rowwise"}, (23.5, 23.5, 24.5)),
-    ({"expert_compute": "fp8_blockwise", "expert_gradients": "e5m2"}, (23.5, 22.5, 22.5)),
+    ({"expert_compute": "fp8_blockwise_e5m2"}, (23.5, 22.5, 22.5)),
     ({"expert_compute": "fp8_blockwise", **WIRES}, (23, 23, 23.5)),
 ]
 

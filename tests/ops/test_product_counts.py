@@ -64,7 +64,7 @@ def test_products_of_scaled_eight_bit_rows_count_alike():
 @pytest.mark.parametrize("gradient", ["bf16", "e4m3"])
 def test_our_products_in_eight_bits_count_alike(gradient):
     rows, weights = torch.randn(ROWS, IN), torch.randn(GROUPS, IN, OUT)
-    product = lambda a, w: GROUPED_MM_FP8(a, w, OFFSETS, "rowwise", gradient)  # noqa: E731
+    product = lambda a, w: GROUPED_MM_FP8(a, w, OFFSETS, "rowwise", "e4m3", gradient)  # noqa: E731
     assert counted(product, rows, weights) == (ONE, 3 * ONE)
 
 

@@ -127,7 +127,9 @@ def test_rows_of_another_format_are_quantised(fake_ranks, options):
 
 
 def test_gradients_of_another_type_are_quantised(fake_ranks):
-    forward, backward = traced(layer(fake_ranks), expert_gradients="e5m2", **IN_EIGHT_BITS)
+    forward, backward = traced(
+        layer(fake_ranks), expert_compute="fp8_blockwise_e5m2", **IN_EIGHT_BITS
+    )
     assert len(called(forward, MESSAGE_ROWS)) == 2
     assert called(backward, MESSAGE_ROWS) == []
 

@@ -38,7 +38,6 @@ from moe_compile.report.region_reports import (
     edges_remarks,
 )
 
-NOT_OF_WEIGHTS: Final = "gradients of weights as the model computes them"
 BY_LOAD: Final = "each step's counts say which experts a chunk has: about as many rows in each"
 
 
@@ -128,7 +127,7 @@ def _products(one: PlannedExperts) -> list[str]:
     left = one.left.get("expert_compute")
     if left is not None:
         return [f"products not quantised: {left.why}"] if left.is_asked else []
-    said = f"grouped products in {one.plan.expert_compute}, {NOT_OF_WEIGHTS}"
+    said = f"grouped products in {one.plan.expert_compute} ({', '.join(one.plan.fp8_products)})"
     return [f"{said}: {one.product_times} predicted" if one.product_times else said]
 
 
