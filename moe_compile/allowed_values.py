@@ -84,7 +84,7 @@ def check_one_piece(host_reads: str, others: Mapping[str, object]) -> None:
 
 
 FORWARD_PRODUCTS: Final = ("gate", "up", "down")
-PRODUCTS: Final = (*FORWARD_PRODUCTS, "grad_input")
+PRODUCTS: Final = (*FORWARD_PRODUCTS, "grad_input", "grad_weight")
 """Names of the products of experts, those of the forward pass first."""
 
 
@@ -106,6 +106,11 @@ def check_fp8_products(compute: str, products: tuple[str, ...]) -> None:
             f'megamoe.fp8_products is {list(products)}, but with expert_compute = "same" no '
             'product is in eight bits; write expert_compute = "fp8_blockwise", or leave out '
             "fp8_products"
+        )
+    if compute == "fp8_rowwise" and "grad_weight" in products:
+        raise InvalidConfig(
+            'megamoe.fp8_products has "grad_weight", but expert_compute = "fp8_rowwise" has no '
+            'scales along rows; write expert_compute = "fp8_blockwise", or leave out "grad_weight"'
         )
     if compute.endswith("_e5m2") and set(products) <= {*FORWARD_PRODUCTS}:
         raise InvalidConfig(

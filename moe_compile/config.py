@@ -127,8 +127,8 @@ class MegaMoEConfig:
     fp8_products: tuple[str, ...] = ("gate", "up", "down", "grad_input")
     """Which products `expert_compute` has in eight bits (docs/products.md#which-products). "gate",
     "up", "down": the forward products by these weights. "grad_input": in the backward pass, the
-    products that make gradients of rows, for all three weights. All others are computed as in the
-    model."""
+    products that make gradients of rows, for all three weights. "grad_weight": those that make
+    gradients of weights, not for "fp8_rowwise". All others are computed as in the model."""
     numerics: Literal["exact", "bounded", "lossy"] = "exact"
     """Which rewrites "auto" may choose. "exact": only rewrites that run the same operators on the
     same rows in the same order. Some kernels round a row differently depending on its address in

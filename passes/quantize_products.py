@@ -7,7 +7,7 @@ Contract
     Loses     at most `BOUND`; only where the plan says so.
 
     grouped_mm(rows, weight, offs)
-        becomes  grouped_mm_fp8(rows, weight, offs, recipe, product, grad_input)
+        becomes  grouped_mm_fp8(rows, weight, offs, recipe, product, grad_input, grad_weight)
 
 AOTAutograd derives the backward, and sees its parts: rows and weights that are quantised, and
 products of these.
@@ -28,7 +28,7 @@ from passes.kinds.by_counts.products import how_planned
 from passes.rewrite import Proposed, Rewrite
 
 BOUND: Final = (
-    "each number of rows and weights is off by at most 2^-4 of itself or 2^-10 of its scale, each "
+    "each number of both factors is off by at most 2^-4 of itself or 2^-10 of its scale, each "
     "of gradients in e5m2 by 2^-3 or 2^-17, whichever is larger; a product of K terms by 128 u + "
     "(K + 3) 2^-24 times the sum of their magnitudes more, u = 2^-13 in tensor cores of Hopper and "
     "2^-24 elsewhere"

@@ -138,13 +138,14 @@ def test_scores_travel_beside_rows_and_not_beside_tokens(name, value):
     ("compute", "products", "message"),
     [
         ("fp8_blockwise", ("gate", "donw"), "has 'donw'; .*Did you mean 'down'"),
-        ("fp8_blockwise", "gate", "write a list of gate, up, down, grad_input"),
+        ("fp8_blockwise", "gate", "write a list of gate, up, down, grad_input, grad_weight"),
         ("fp8_blockwise", (), 'name a product, or write expert_compute = "same"'),
         (
             "same",
             ("gate", "up"),
             'write expert_compute = "fp8_blockwise", or leave out fp8_products',
         ),
+        ("fp8_rowwise", ("gate", "up", "grad_weight"), 'or leave out "grad_weight"'),
         ("fp8_blockwise_e5m2", ("gate", "up"), '"fp8_blockwise", or add "grad_input"'),
     ],
 )

@@ -47,11 +47,13 @@ class EightBits:
     """Element type to which its rows are quantised, or "bf16" if nothing is; so all below."""
     grad_input: str
     """The same for gradients, in the product that makes the gradient of its rows."""
+    grad_weight: str
+    """And in the product that makes the gradient of its weight."""
 
     @property
     def is_any(self) -> bool:
         """Whether one of its products is in eight bits."""
-        return {self.product, self.grad_input} != {AS_IT_IS}
+        return {self.product, self.grad_input, self.grad_weight} != {AS_IT_IS}
 
 
 def is_grouped(node: fx.Node) -> bool:
@@ -106,5 +108,5 @@ def _has_activation(nodes: Iterable[fx.Node]) -> bool:
 
 def compute_in_eight_bits(node: fx.Node, how: EightBits) -> None:
     """Have a grouped product, or its gradients, quantise what is multiplied."""
-    factors = factors_of(node)
-    call_otherwise(node, GROUPED_MM_FP8, *factors, how.recipe, how.product, how.grad_input)
+    elements = how.product, how.grad_input, how.grad_weight
+    call_otherwise(node, GROUPED_MM_FP8, *factors_of(node), how.recipe, *elements)

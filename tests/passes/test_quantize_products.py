@@ -18,7 +18,7 @@ from tests.capture import dynamo_graphs
 from tests.layers import Centred, FusedGateUp, GroupedExperts, LoopExperts
 from tests.slow_parameters import one_per_reason, slow_but
 
-E4M3 = "e4m3"
+E, A = "e4m3", AS_IT_IS
 TOKENS = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
 ASKED = {"hardware": "cpu", "chunks": 2, "expert_compute": "fp8_blockwise"}
 
@@ -55,7 +55,7 @@ def test_every_product_of_every_chunk_is_in_eight_bits(fake_ranks, compute, reci
     gm, applied, left, state = rewritten(program, expert_compute=compute)
     ours, others = products(gm.graph)
     assert (len(ours), others, left) == (6, [], [])
-    assert all(node.args[3:] == (recipe, "e4m3", gradient) for node in ours)
+    assert all(node.args[3:] == (recipe, "e4m3", gradient, "bf16") for node in ours)
     said = f"6 grouped products of region 0: {compute} (gate, up, down, grad_input)"
     assert applied == [f"{said} (lossy: {BOUND})"]
     (one,) = state.experts
@@ -63,10 +63,10 @@ def test_every_product_of_every_chunk_is_in_eight_bits(fake_ranks, compute, reci
 
 
 CHOSEN = [
-    (("gate", "grad_input"), {"w1": (E4M3, E4M3), "w3": (AS_IT_IS, E4M3), "w2": (AS_IT_IS, E4M3)}),
-    (("up", "down"), {"w3": (E4M3, AS_IT_IS), "w2": (E4M3, AS_IT_IS)}),
-    (("grad_input",), dict.fromkeys(("w1", "w3", "w2"), (AS_IT_IS, E4M3))),
-    (("down",), {"w2": (E4M3, AS_IT_IS)}),
+    (("gate", "grad_input"), {"w1": (E, E, A), "w3": (A, E, A), "w2": (A, E, A)}),
+    (("up", "down"), {"w3": (E, A, A), "w2": (E, A, A)}),
+    (("grad_input",), dict.fromkeys(("w1", "w3", "w2"), (A, E, A))),
+    (("down", "grad_weight"), {"w1": (A, A, E), "w3": (A, A, E), "w2": (E, A, E)}),
 ]
 
 

@@ -72,6 +72,7 @@ def how_asked(
             recipe=recipe,
             product="e4m3" if own & chosen else AS_IT_IS,
             grad_input=gradient if "grad_input" in chosen else AS_IT_IS,
+            grad_weight=gradient if "grad_weight" in chosen else AS_IT_IS,
         )
         if how.is_any:
             found[product] = how
