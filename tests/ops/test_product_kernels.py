@@ -158,7 +158,7 @@ def test_columns_are_read_along_rows_and_written_16_bytes_at_a_time(width):
     found = compile_for_hopper(
         weight_gradient.columns_by_block_kernel, pointers, constants, num_warps=warps
     )
-    each = BLOCK * BLOCK // (32 * warps)
+    each = BLOCK * weight_gradient.COLUMNS.value // (32 * warps)
     assert found.loads[16] == 2 * each // 16 and found.stores[16] == each // 16
     assert found.stack == 0 and found.registers <= MOST_REGISTERS
 

@@ -111,8 +111,8 @@ class Deep(GroupedExperts):
 @pytest.mark.parametrize(
     ("style", "says"),
     [
-        (FusedGateUp, r"`_grouped_mm` at layers.py:\d+ .*is the gate and the up projection"),
-        (Bilinear, "is the gate and the up projection, or an unknown one of them"),
+        (FusedGateUp, r"`_grouped_mm` at layers.py:\d+ .*is both gate and up"),
+        (Bilinear, "is both gate and up, or an unknown one of the two"),
         (Deep, "its products are not one or two, whose results meet, and then one"),
     ],
 )

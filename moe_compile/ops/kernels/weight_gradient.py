@@ -7,7 +7,7 @@ Contract
     The blocks of each group are found on the device, from the ends of the groups: the host knows
     only how many there are at most.
 
-    columns_by_block     a block of 128 rows and 128 columns per program, read row after row and
+    columns_by_block     a block of 128 rows and 64 columns per program, read row after row and
                          written column after column
     weight_gradient      128 x 128 elements of one group's gradient per program
 
@@ -36,10 +36,12 @@ from moe_compile.ops.wire_format import BLOCK
 
 DEPTH = tl.constexpr(BLOCK)
 """Rows of a block, which share a scale."""
+COLUMNS = tl.constexpr(64)
+"""Of a tile that is quantised."""
+QUANTIZE_WARPS = 8
+"""32 of such a tile's elements to a thread."""
 SIDE = tl.constexpr(128)
-"""Columns of a quantised tile, and both sides of a tile of the gradient."""
-QUANTIZE_WARPS = 16
-"""32 of a tile's elements to a thread."""
+"""Of a tile of the gradient."""
 NUM_WARPS = 8
 NUM_STAGES = 4
 """Blocks of both operands in shared memory at once, 32 KiB each."""
@@ -60,20 +62,20 @@ def columns_by_block_kernel(
     ELEMENT: tl.constexpr,
 ) -> None:
     """Quantise one tile: 128 rows of one group, or zeros."""
-    across = tl.cdiv(WIDTH, SIDE)
+    across = tl.cdiv(WIDTH, COLUMNS)
     block, place = tl.program_id(0) // across, tl.program_id(0) % across
     group, first, end = find_group(ends, block, num_rows, NUM_GROUPS, GROUPS, DEPTH)
     end = tl.where(group < NUM_GROUPS, end, 0)
-    row, column = first + tl.arange(0, DEPTH), place * SIDE + tl.arange(0, SIDE)
-    sources = rows + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    inside = (row < end)[:, None] & (column < WIDTH)[None, :]
-    x = tl.trans(tl.load(sources, mask=inside, other=0.0)).to(tl.float32)
-    bits = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
+    row, column = tl.arange(0, DEPTH), place * COLUMNS + tl.arange(0, COLUMNS)
+    sources = rows + first.to(tl.int64) * WIDTH + (row[:, None] * WIDTH + column[None, :])
+    inside = (row < end - first)[:, None] & (column < WIDTH)[None, :]
+    x = tl.load(sources, mask=inside, other=0.0).to(tl.float32)
+    bits = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=0)
     largest = tl.maximum(bits, LEAST_BITS).to(tl.float32, bitcast=True)
     inverse = tl.div_rn(LARGEST, largest)
-    values = (x * inverse[:, None]).to(ELEMENT).to(tl.uint8, bitcast=True)
+    values = tl.trans((x * inverse[None, :]).to(ELEMENT).to(tl.uint8, bitcast=True))
     targets = payload + block.to(tl.int64) * (WIDTH * DEPTH)
-    targets += column[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
+    targets += column[:, None] * DEPTH + row[None, :]
     tl.store(targets, values, mask=(column < WIDTH)[:, None])
     of_block = scales + block.to(tl.int64) * WIDTH
     tl.store(of_block + column, tl.div_rn(largest, LARGEST), mask=column < WIDTH)
@@ -93,7 +95,7 @@ def columns_by_block(
     scales = rows.new_empty((blocks, width), dtype=torch.float32)
     if scales.numel():
         with torch.cuda.device_of(rows):
-            columns_by_block_kernel[(blocks * triton.cdiv(width, SIDE.value),)](
+            columns_by_block_kernel[(blocks * triton.cdiv(width, COLUMNS.value),)](
                 rows.contiguous(), ends.contiguous(), payload.view(torch.uint8), scales, num_rows,
                 width, experts, triton.next_power_of_2(experts + 1), *element_constants(element),
                 num_warps=QUANTIZE_WARPS,

@@ -45,7 +45,6 @@ FORMS: Final = {
 PASS: Final = "quantize_products"
 """The pass that carries it out."""
 OTHER_FORM: Final = "its products are not one or two, whose results meet, and then one"
-GATE_WITH_UP: Final = "{} is the gate and the up projection, or an unknown one of them"
 
 
 def how_asked(
@@ -67,7 +66,8 @@ def how_asked(
     found = {}
     for product, own in names.items():
         if own & chosen and not own <= chosen:
-            return Left(Reason.PRODUCTS_TOGETHER, GATE_WITH_UP.format(operator_at(product)))
+            detail = f"{operator_at(product)} is both gate and up, or an unknown one of the two"
+            return Left(Reason.PRODUCTS_TOGETHER, detail)
         how = EightBits(
             recipe=recipe,
             product="e4m3" if own & chosen else AS_IT_IS,
@@ -127,7 +127,7 @@ def how_planned(
     """
     found = how_asked(products, facts, config)
     if isinstance(found, Left):
-        raise ContractViolation(f"products of a rewritten region: {found.why}")
+        raise ContractViolation(f"products of a rewritten region: {found}")
     return found
 
 
