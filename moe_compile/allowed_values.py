@@ -83,15 +83,41 @@ def check_one_piece(host_reads: str, others: Mapping[str, object]) -> None:
             )
 
 
-def check_expert_gradients(compute: str, gradients: str) -> None:
-    """Raise InvalidConfig for a format of gradients that the recipe lacks, or nothing reads."""
-    is_read = compute != "same" or gradients == "e4m3"
-    if is_read and (compute, gradients) != ("fp8_rowwise", "e5m2"):
-        return
-    raise InvalidConfig(
-        f"megamoe.expert_gradients is {gradients!r}, which megamoe.expert_compute = {compute!r} "
-        "does not have; write expert_compute = 'fp8_blockwise', or leave out expert_gradients"
-    )
+FORWARD_PRODUCTS: Final = ("gate", "up", "down")
+PRODUCTS: Final = (*FORWARD_PRODUCTS, "grad_input", "grad_weight")
+"""Names of the products of experts, those of the forward pass first."""
+
+
+def check_fp8_products(compute: str, products: tuple[str, ...]) -> None:
+    """Raise InvalidConfig for names that no product has, and for a list that nothing reads."""
+    for name in products:
+        if name not in PRODUCTS:
+            raise InvalidConfig(
+                f"megamoe.fp8_products has {name!r}; write a list of {', '.join(PRODUCTS)}."
+                + nearest(name, PRODUCTS)
+            )
+    if not products:
+        raise InvalidConfig(
+            "megamoe.fp8_products is an empty list; name a product, or write expert_compute = "
+            '"same" to have none in eight bits'
+        )
+    if compute == "same" and set(products) != {*FORWARD_PRODUCTS, "grad_input"}:
+        raise InvalidConfig(
+            f'megamoe.fp8_products is {list(products)}, but with expert_compute = "same" no '
+            'product is in eight bits; write expert_compute = "fp8_blockwise", or leave out '
+            "fp8_products"
+        )
+    if compute == "fp8_rowwise" and "grad_weight" in products:
+        raise InvalidConfig(
+            'megamoe.fp8_products has "grad_weight", but expert_compute = "fp8_rowwise" has no '
+            'scales along rows; write expert_compute = "fp8_blockwise", or leave out "grad_weight"'
+        )
+    if compute.endswith("_e5m2") and set(products) <= {*FORWARD_PRODUCTS}:
+        raise InvalidConfig(
+            f"megamoe.fp8_products is {list(products)}, without a product of gradients, but "
+            f'expert_compute = "{compute}" is for gradients in e5m2; write expert_compute = '
+            '"fp8_blockwise", or add "grad_input"'
+        )
 
 
 def check_amount(name: str, amount: Any) -> None:

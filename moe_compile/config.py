@@ -15,12 +15,13 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 from moe_compile.allowed_values import (
     AMOUNTS,
     ONE_PIECE,
+    PRODUCTS,
     check_amount,
     check_apply_scores,
     check_budget,
     check_choice,
     check_chunk_by,
-    check_expert_gradients,
+    check_fp8_products,
     check_number,
     check_one_piece,
 )
@@ -55,12 +56,18 @@ KINDS: Final[Mapping[object, tuple[type, str]]] = {
     bool: (bool, "true or false"),
     int: (int, "a whole number of at least {least}"),
     str: (str, "a string"),
-    tuple[str, ...]: (tuple, "a list of pass names"),
+    tuple[str, ...]: (tuple, "a list of {of}"),
 }
 """Types of the open options, and what to write."""
 
 LEAST: Final[Mapping[str, int]] = {"blocks_per_graph": 1, "node_ranks": 0, "step_peak_bytes": 0}
 """The least value of each whole number."""
+
+LISTS: Final[Mapping[str, str]] = {
+    "disable_passes": "pass names",
+    "fp8_products": ", ".join(PRODUCTS),
+}
+"""What each list holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,16 +118,17 @@ class MegaMoEConfig:
     set and `numerics` is "lossy"."""
     combine_wire: Literal["same", "fp8", "fp8_forward", "auto"] = "same"
     """Communication dtype of the combine, with the values of `dispatch_wire`."""
-    expert_compute: Literal["same", "fp8_rowwise", "fp8_blockwise"] = "same"
+    expert_compute: Literal["same", "fp8_rowwise", "fp8_blockwise", "fp8_blockwise_e5m2"] = "same"
     """Number format of the experts' grouped products (docs/products.md). "same": that of the model.
-    "fp8_rowwise" and "fp8_blockwise": rows and weights are quantised to e4m3 with scales, then
-    multiplied. A scale is of a row of the rows and a column of the weight, or, as in DeepSeek-V3,
-    of 128 columns of a row and 128 x 128 numbers of a weight. Gradients of weights are computed as
-    in the model."""
-    expert_gradients: Literal["same", "e4m3", "e5m2"] = "e4m3"
-    """For products that `expert_compute` has in eight bits: the number format in which the gradient
-    of their rows is computed. "same": that of the model. "e4m3" and "e5m2": as the products, with
-    gradients quantised to this type; "fp8_rowwise" has "e4m3" alone."""
+    "fp8_rowwise" and "fp8_blockwise": both factors of a product are quantised to e4m3 with scales,
+    then multiplied. A scale is of a row of the rows and a column of the weight, or, as in
+    DeepSeek-V3, of 128 columns of a row and 128 x 128 numbers of a weight. "fp8_blockwise_e5m2":
+    the same, with gradients quantised to e5m2. `fp8_products` says which products these are."""
+    fp8_products: tuple[str, ...] = ("gate", "up", "down", "grad_input")
+    """Which products `expert_compute` has in eight bits (docs/products.md#which-products). "gate",
+    "up", "down": the forward products by these weights. "grad_input": in the backward pass, the
+    products that make gradients of rows, for all three weights. "grad_weight": those that make
+    gradients of weights, not for "fp8_rowwise". All others are computed as in the model."""
     numerics: Literal["exact", "bounded", "lossy"] = "exact"
     """Which rewrites "auto" may choose. "exact": only rewrites that run the same operators on the
     same rows in the same order. Some kernels round a row differently depending on its address in
@@ -243,7 +251,6 @@ class MegaMoEConfig:
         check_number("attention_chunks", self.attention_chunks)
         check_number("batch_parts", self.batch_parts)
         check_apply_scores(self.apply_scores, self.dispatch, self.nodes)
-        check_expert_gradients(self.expert_compute, self.expert_gradients)
         check_chunk_by(self.chunk_by, self.hop_slices, self.chunk_edges)
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
@@ -254,10 +261,7 @@ class MegaMoEConfig:
         for name, hint in HINTS.items():
             if hint in KINDS and not _is_of_kind(name, value := getattr(self, name)):
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what_to_write(name)}")
-        if not all(isinstance(name, str) for name in self.disable_passes):
-            raise InvalidConfig(
-                f"megamoe.disable_passes is {self.disable_passes!r}; write a list of pass names"
-            )
+        check_fp8_products(self.expert_compute, self.fp8_products)
 
     def allows(self, numerics: str) -> bool:
         """Whether "auto" may choose what is "bounded", or "lossy"."""
@@ -275,12 +279,14 @@ class MegaMoEConfig:
 
 def _is_of_kind(name: str, value: Any) -> bool:
     is_kind = type(value) is KINDS[HINTS[name]][0]
+    if is_kind and name in LISTS:
+        return all(isinstance(one, str) for one in value)
     return is_kind and not (name in LEAST and value < LEAST[name])
 
 
 def what_to_write(name: str) -> str:
     """Return what the open option `name` takes."""
-    return KINDS[HINTS[name]][1].format(least=LEAST.get(name))
+    return KINDS[HINTS[name]][1].format(least=LEAST.get(name), of=LISTS.get(name))
 
 
 OPTION_NAMES: Final = tuple(f.name for f in fields(MegaMoEConfig))
@@ -298,6 +304,8 @@ RETIRED: Final[Mapping[str, str]] = {
     "dispatch_padding": "leave the option out: after an all-gather dispatch, tensors always have "
     'room for exactly the rows that came, as "exact" said; padding ("worst") could make '
     "gradients NaN",
+    "expert_gradients": 'for gradients in e5m2 write expert_compute = "fp8_blockwise_e5m2"; for '
+    'gradients of rows in the number format of the model leave "grad_input" out of fp8_products',
 }
 """Options of earlier versions, and what to write instead."""
 

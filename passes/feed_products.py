@@ -3,7 +3,7 @@
 Contract
     Requires  FUNCTIONAL.
     Keeps     every value bit for bit: rows that were unpacked to bfloat16 are quantised to the
-              bytes that they had. Rounded to bfloat16 a number is off by 2^-9 of itself, and e4m3
+              bytes that they had. Rounded to bfloat16 a number is off by 2^-8 of itself, and e4m3
               rounds what is off by less than 2^-5 back; the largest of a block is exact.
 
     quantize_rows(unpack(m))                  ->  message_rows(m)
@@ -13,7 +13,7 @@ Contract
 
 A message has the scales of recipe "blockwise" with e4m3; products of another format are left. Where
 only the backward pass reads the rows it unpacks the message, which is kept in place of the rows.
-Weights that the backward pass quantises are not quantised before it.
+Weights, and rows along rows, that the backward pass quantises are not quantised before it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from moe_compile.graph.row_moves import ATEN, SLICE, row_gather, run_of_rows, ze
 from moe_compile.journal.entries import PassReport
 from moe_compile.ops.quantized_rows import UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE
 from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS, QUANTIZE_WEIGHT
+from moe_compile.ops.weight_gradients import QUANTIZE_COLUMNS
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.row_chain import shape_of
 from passes.contract import Fact, GraphPass
@@ -63,9 +64,10 @@ class FeedProducts(GraphPass):
         in_order = [node for node in graph.nodes if node in moved]
         erase_unused(in_order)
         _unpack_in_backward([node for node in in_order if node.users])
-        for node in graph.find_nodes(op="call_function", target=QUANTIZE_WEIGHT):
-            if is_of_backward(node):
-                _compute_again([node, *node.users])
+        for target in (QUANTIZE_WEIGHT, QUANTIZE_COLUMNS):
+            for node in graph.find_nodes(op="call_function", target=target):
+                if is_of_backward(node):
+                    _compute_again([node, *node.users])
         return PassReport(pass_name=self.name, applied=tuple(node.name for node in fed))
 
 

@@ -2,12 +2,12 @@
 
 Contract
     Requires  PLANNED, REWRITTEN.
-    Keeps     every node but the products; their gradients of weights, and all exchanges. The
-              product of a row depends on that row and its expert's weight alone, so that chunks
-              have the bits of the whole.
+    Keeps     every node but the products, and all exchanges. The product of a row depends on that
+              row and its expert's weight alone, so that chunks have the bits of the whole.
     Loses     at most `BOUND`; only where the plan says so.
 
-    grouped_mm(rows, weight, offs)  becomes  grouped_mm_fp8(rows, weight, offs, recipe, gradient)
+    grouped_mm(rows, weight, offs)
+        becomes  grouped_mm_fp8(rows, weight, offs, recipe, product, grad_input, grad_weight)
 
 AOTAutograd derives the backward, and sees its parts: rows and weights that are quantised, and
 products of these.
@@ -24,11 +24,11 @@ from moe_compile.plan.planned import PlannedExperts
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.grouped_products import EightBits, compute_in_eight_bits, is_grouped
 from passes.contract import Fact
-from passes.kinds.by_counts.products import how_asked
+from passes.kinds.by_counts.products import how_planned
 from passes.rewrite import Proposed, Rewrite
 
 BOUND: Final = (
-    "each number of rows and weights is off by at most 2^-4 of itself or 2^-10 of its scale, each "
+    "each number of both factors is off by at most 2^-4 of itself or 2^-10 of its scale, each "
     "of gradients in e5m2 by 2^-3 or 2^-17, whichever is larger; a product of K terms by 128 u + "
     "(K + 3) 2^-24 times the sum of their magnitudes more, u = 2^-13 in tensor cores of Hopper and "
     "2^-24 elsewhere"
@@ -42,17 +42,17 @@ class InEightBits:
 
     region: str
     """Its name."""
-    products: tuple[str, ...]
-    """Names of the nodes, those of all chunks."""
-    recipe: str
-    gradient: str
-    """Format in which gradients of rows are multiplied."""
+    products: tuple[tuple[str, EightBits], ...]
+    """Names of the nodes, those of all chunks, and how each is computed."""
+    compute: str
+    chosen: tuple[str, ...]
+    """Number format, and names of the products in it, as the options have them."""
 
     def __str__(self) -> str:
         """Return its name in reports."""
         number = len(self.products)
         products = "1 grouped product" if number == 1 else f"{number} grouped products"
-        return f"{products} of {self.region}: {self.recipe}, gradients of rows in {self.gradient}"
+        return f"{products} of {self.region}: {self.compute} ({', '.join(self.chosen)})"
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,12 @@ class QuantizeProducts(Rewrite[InEightBits]):
 
     def propose(self, graph: fx.Graph, state: CompileState) -> Proposed[InEightBits]:
         """Return the products of regions that are planned in eight bits, chunked or not."""
-        how = how_asked(state.config)
-        if how is None:
-            return Proposed()
         found = (
             InEightBits(
                 region=one.found.region.name,
                 products=_products(one, graph, state),
-                recipe=how.recipe,
-                gradient=how.gradient,
+                compute=one.plan.expert_compute,
+                chosen=one.plan.fp8_products,
             )
             for one in state.experts
             if one.plan.expert_compute != "same"
@@ -90,14 +87,18 @@ class QuantizeProducts(Rewrite[InEightBits]):
         del state
         nodes = {node.name: node for node in graph.nodes}
         for one in proposals:
-            for name in one.products:
-                how = EightBits(recipe=one.recipe, gradient=one.gradient)
+            for name, how in one.products:
                 compute_in_eight_bits(nodes[name], how)
 
 
-def _products(one: PlannedExperts, graph: fx.Graph, state: CompileState) -> tuple[str, ...]:
+def _products(
+    one: PlannedExperts, graph: fx.Graph, state: CompileState
+) -> tuple[tuple[str, EightBits], ...]:
     """Return the grouped products between a region's exchanges, as it was rewritten."""
-    dependence = state.facts_of(graph).dependence
+    facts = state.facts_of(graph)
+    dependence = facts.dependence
     launches = state.launches[one.found.region.name]
     inside = dependence.below(launches["dispatch"]) & dependence.above(launches["combine"])
-    return tuple(node.name for node in dependence.in_order(inside) if is_grouped(node))
+    products = [node for node in dependence.in_order(inside) if is_grouped(node)]
+    found = how_planned(products, facts, state.config)
+    return tuple((node.name, how) for node, how in found.items())

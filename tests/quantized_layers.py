@@ -11,6 +11,7 @@ from moe_compile.ops.scaled_products import GROUPED_MM_FP8
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single
 WAIT = torch.ops._c10d_functional.wait_tensor
+GROUPED_MM = torch._grouped_mm
 
 
 def exchanged(rows, output_splits, input_splits, group, quantized):
@@ -54,13 +55,19 @@ def quantized_eagerly(style, dispatch_wire, combine_wire):
     return Quantized
 
 
-def in_eight_bits(style, recipe, gradient):
-    """Return `style` whose grouped products quantise their rows and weights."""
+def in_eight_bits(style, recipe, *elements):
+    """Return `style` whose grouped products quantise what they multiply.
+
+    `elements` are the element types of each product that is called, in turn.
+    """
 
     class InEightBits(style):
         def experts(self, rows, received):
+            turn = itertools.cycle(elements)
+
             def product(x, weight, offs):
-                return GROUPED_MM_FP8(x, weight, offs, recipe, gradient)
+                with mock.patch.object(torch, "_grouped_mm", GROUPED_MM):  # which it may call
+                    return GROUPED_MM_FP8(x, weight, offs, recipe, *next(turn))
 
             with mock.patch.object(torch, "_grouped_mm", product):
                 return super().experts(rows, received)

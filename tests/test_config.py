@@ -77,6 +77,8 @@ def test_a_budget_of_the_environment_is_a_share_or_bytes(text, budget):
         ({"recompute": "price", "activation_budget": float("nan")}, "is nan; write a share above"),
         ({"activation_budget": 0.5}, 'does not use a budget; write recompute = "price"'),
         ({"disable_passes": "rewrite_regions"}, "write a list of pass names"),
+        ({"disable_passes": ["sort_nodes", 1]}, "write a list of pass names"),
+        ({"expert_gradients": "e5m2"}, 'write expert_compute = "fp8_blockwise_e5m2"'),
     ],
 )
 def test_a_wrong_option_says_what_to_write_instead(options, message):
@@ -133,9 +135,25 @@ def test_scores_travel_beside_rows_and_not_beside_tokens(name, value):
 
 
 @pytest.mark.parametrize(
-    ("compute", "gradients"), [("fp8_rowwise", "e5m2"), ("same", "e5m2"), ("same", "same")]
+    ("compute", "products", "message"),
+    [
+        ("fp8_blockwise", ("gate", "donw"), "has 'donw'; .*Did you mean 'down'"),
+        ("fp8_blockwise", "gate", "write a list of gate, up, down, grad_input, grad_weight"),
+        ("fp8_blockwise", (), 'name a product, or write expert_compute = "same"'),
+        (
+            "same",
+            ("gate", "up"),
+            'write expert_compute = "fp8_blockwise", or leave out fp8_products',
+        ),
+        ("fp8_rowwise", ("gate", "up", "grad_weight"), 'or leave out "grad_weight"'),
+        ("fp8_blockwise_e5m2", ("gate", "up"), '"fp8_blockwise", or add "grad_input"'),
+    ],
 )
-def test_gradients_of_experts_have_a_format_of_the_recipe(compute, gradients):
-    assert MegaMoEConfig(expert_compute="fp8_blockwise", expert_gradients=gradients)
-    with pytest.raises(InvalidConfig, match="write expert_compute = 'fp8_blockwise', or leave"):
-        MegaMoEConfig(expert_compute=compute, expert_gradients=gradients)
+def test_products_in_eight_bits_are_named(compute, products, message):
+    found = from_sources(
+        environment={"MEGAMOE_FP8_PRODUCTS": "down, grad_input"},
+        table={"expert_compute": "fp8_blockwise_e5m2"},
+    )
+    assert found.fp8_products == ("down", "grad_input")
+    with pytest.raises(InvalidConfig, match=message):
+        MegaMoEConfig(expert_compute=compute, fp8_products=products)

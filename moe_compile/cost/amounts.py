@@ -54,9 +54,14 @@ from moe_compile.hardware.products import Product
 
 SCALED_GROUPED: Final = "scaled_grouped_mm"
 """Our product of rows and weights that have scales; the scales of rows stand between the two."""
+SCALED_GRADIENT: Final = "scaled_weight_gradient"
+"""Our gradient of a weight from rows in blocks `[B, K, 128]`, with scales between as well."""
 MATMULS: Final = frozenset(
-    {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm", SCALED_GROUPED}
-)
+    {
+        "mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_mm", SCALED_GROUPED,
+        SCALED_GRADIENT,
+    }
+)  # fmt: skip
 FUSED: Final = frozenset(
     {
         "aten::_to_copy",
@@ -282,7 +287,7 @@ def _operations(node: fx.Node, sizes: NominalSizes) -> float:
 def _factors(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the factors of a product."""
     tensors = _tensors(node)
-    if _op(node) == SCALED_GROUPED:
+    if _op(node) in (SCALED_GROUPED, SCALED_GRADIENT):
         rows, _, weight, *_ = tensors
         return rows, weight
     factors = [t for t in tensors if t.dim() >= 2]
@@ -292,9 +297,13 @@ def _factors(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _shapes(node: fx.Node, sizes: NominalSizes) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the shapes of the factors of a product."""
-    left, right = _factors(node)
-    return sizes.shape(left), sizes.shape(right)
+    """Return the shapes of the factors of a product; of rows in blocks, those that fill blocks."""
+    left, right = map(sizes.shape, _factors(node))
+    if _op(node) == SCALED_GRADIENT:
+        offs = sizes.shape(_tensors(node)[4])
+        rows = (left[0] - offs[0]) * left[2]
+        return (left[1], rows), (rows, right[1])
+    return left, right
 
 
 def _is_in_eight_bits(node: fx.Node) -> bool:

@@ -63,6 +63,7 @@ from moe_compile.graph.query import is_all_to_all, is_launch, value_of
 from moe_compile.graph.row_moves import row_gather
 from moe_compile.hardware.products import Product
 from moe_compile.ops.scaled_products import QUANTIZE_ROWS, QUANTIZE_WEIGHT
+from moe_compile.ops.weight_gradients import QUANTIZE_COLUMNS
 from moe_compile.regions.fused_sums import FusedSums
 from moe_compile.regions.grouped_products import EightBits
 from moe_compile.regions.regions import MoERegion, Region
@@ -294,7 +295,7 @@ def _work_of(
         fuses_what_it_reads=fuses_what_it_reads(node),
         moves_rows=row_gather(node) is not None,
         reads_pieces=reads_pieces(node),
-        quantises=node.target in (QUANTIZE_ROWS, QUANTIZE_WEIGHT),
+        quantises=node.target in (QUANTIZE_ROWS, QUANTIZE_WEIGHT, QUANTIZE_COLUMNS),
     )
 
 

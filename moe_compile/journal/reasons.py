@@ -280,6 +280,10 @@ class Reason(enum.Enum):
         "its experts multiply rows by no grouped GEMM of bfloat16 that has a form in eight bits",
         Kind.UNPROVEN,
     )
+    PRODUCTS_TOGETHER = (
+        "fp8_products names some of its products, which cannot be told apart from the others",
+        Kind.UNPROVEN,
+    )
     NO_E4M3 = (
         "this GPU cannot convert to e4m3, which needs compute capability 8.9 or higher",
         Kind.NOT_POSSIBLE,

@@ -19,6 +19,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from moe_compile.ops.scaled_products import SCALED_GROUPED_MM
+from moe_compile.ops.weight_gradients import SCALED_WEIGHT_GRADIENT
 
 GROUPED: Final = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 """Operators of `torch.ops.aten`; a torch may have fewer."""
@@ -50,12 +51,31 @@ def scaled_product_flops(
     return grouped_product_flops(rows, weight)
 
 
+def weight_gradient_flops(
+    rows: Sequence[int],
+    row_scales: object,
+    grads: Sequence[int],
+    grad_scales: object,
+    offs: Sequence[int],
+    *_: object,
+    **_options: object,
+) -> int:
+    """Return operations of a weight gradient in eight bits, of the whole blocks of its rows.
+
+    Rows that fill no block are not counted: groups may have up to as many blocks more as there are
+    groups, and shapes do not show these.
+    """
+    del row_scales, grad_scales
+    return 2 * (rows[0] - offs[0]) * rows[2] * rows[1] * grads[1]
+
+
 def count_grouped_products() -> None:
     """Register formulas for grouped products that have none."""
     formulas: dict[Any, Callable[..., int]] = {
         getattr(torch.ops.aten, name, None): grouped_product_flops for name in GROUPED
     }
     formulas[SCALED_GROUPED_MM.overloadpacket] = scaled_product_flops
+    formulas[SCALED_WEIGHT_GRADIENT.overloadpacket] = weight_gradient_flops
     for packet, formula in formulas.items():
         if packet is not None and packet not in flop_registry:
             register: Callable[[Any], Any] = register_flop_formula(packet)

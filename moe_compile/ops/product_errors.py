@@ -12,7 +12,7 @@ Of one element, with h = 2**-4 for e4m3 and 2**-3 for e5m2 (`Element.half_unit`)
                        by u of sum |a'b'| at most; all else by float32's roundings, K of them and 3
     result             rounded once to its type
 
-So the error is at most
+So the error of a sum over K terms is at most
 
     sum_k [(|a| + e(a)) (|b| + e(b)) - |a| |b|]
     + (128 u + (K + 3) 2**-24) sum_k (|a| + e(a)) (|b| + e(b))
@@ -22,6 +22,16 @@ So the error is at most
 of its product. u is 2**-24 for sums in float32. Tensor cores of Hopper keep about 14 bits of a sum
 (DeepSeek-V3, section 3.3.2): u = 2**-13. 2**-118 is more than the largest sum of a block, 128 * 448
 * 57344, times half the least float32, by which a product of two scales may be off.
+
+A gradient of a weight is such a sum over the rows of a group, of which 128 share a scale. Rows, or
+gradients, that came in a message are rounded twice: a = x + d to begin with, with
+
+    |d| <= c (1 + v) + v |x|,  c = max(h |x|, half_step * scale of the message) + 2**-20 |x|
+
+and v = 2**-8, for the payload and for bfloat16; then a to a'. So
+
+    |a' - x| <= |d| + e(|x| + |d|)
+                of normal e4m3: |x| ((1 + 2**-4) (1 + 2**-8) (1 + 2**-4) - 1) = 0.133 |x|
 """
 
 from __future__ import annotations
@@ -39,6 +49,7 @@ from moe_compile.ops.product_formats import (
     scales_of_weight,
 )
 from moe_compile.ops.scaled_products import quantize_rows, quantize_weight
+from moe_compile.ops.weight_gradients import quantize_columns
 from moe_compile.ops.wire_format import BLOCK
 
 IN_FLOAT32: Final = 2.0**-24
@@ -69,11 +80,63 @@ def product_error_bound(
     of_rows = scales_of_rows(row_scales, chosen, width).double()
     of_weight = scales_of_weight(weight_scales[0], chosen, width, columns).double()
     a, b = rows_RK.double().abs(), weight_KN.double().abs()
-    most = (a + _error(a, of_rows, ELEMENTS[element])) @ (
-        b + _error(b, of_weight, ELEMENTS["e4m3"])
-    )
-    summed = (BLOCK * unit + (width + 3) * IN_FLOAT32) * most
-    found = most - a @ b + summed + blocks_along(width, chosen.row_block) * TINY
+    most_a = a + _error(a, of_rows, ELEMENTS[element])
+    most_b = b + _error(b, of_weight, ELEMENTS["e4m3"])
+    blocks = blocks_along(width, chosen.row_block)
+    return _of_sum(a @ b, most_a @ most_b, (width, blocks), unit, dtype)
+
+
+def weight_gradient_error_bound(
+    rows_RK: torch.Tensor,
+    grads_RN: torch.Tensor,
+    *,
+    element: str = "e4m3",
+    came: tuple[bool, bool] = (False, False),
+    unit: float = IN_FLOAT32,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the largest error, float64 `[K, N]`, of a group's weight gradient in eight bits.
+
+    Of rows and gradients before they are quantised, gradients to `element`. `came` says of each
+    whether a message in eight bits brought them, unpacked to bfloat16: the bound then is to the
+    product of what was packed. `unit` and `dtype` as above.
+    """
+    a, b = rows_RK.double().abs(), grads_RN.double().abs()
+    most_a = _most_along_rows(rows_RK, "e4m3", came[0])
+    most_b = _most_along_rows(grads_RN, element, came[1])
+    terms = rows_RK.shape[0], blocks_along(rows_RK.shape[0], BLOCK)
+    return _of_sum(a.t() @ b, most_a.t() @ most_b, terms, unit, dtype)
+
+
+def _most_along_rows(values: torch.Tensor, element: str, came: bool) -> torch.Tensor:
+    """Return the largest magnitudes, float64 `[R, K]`, that one group's rows are quantised to."""
+    most = values.double().abs()
+    if came:
+        chosen = format_of("blockwise")
+        _, scales = quantize_rows(values, "blockwise")
+        of_message = scales_of_rows(scales, chosen, values.shape[1]).double()
+        most = most + _error(most, of_message, ELEMENTS["e4m3"])
+        half_unit = torch.finfo(torch.bfloat16).eps / 2
+        most = most * (1 + half_unit) + torch.finfo(torch.bfloat16).smallest_normal * half_unit
+    offs = torch.tensor([values.shape[0]], dtype=torch.int32)
+    _, scales = quantize_columns(most.float(), offs, element)
+    along_rows = scales.double().repeat_interleave(BLOCK, 0)[: values.shape[0]]
+    return most + _error(most, along_rows * (1 + ROUNDINGS), ELEMENTS[element])
+
+
+def _of_sum(
+    exact: torch.Tensor,
+    most: torch.Tensor,
+    terms: tuple[int, int],
+    unit: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the error of sums of `terms`, so many numbers in so many blocks.
+
+    `exact` and `most` are the sums of magnitudes before and after factors are quantised.
+    """
+    summed = (BLOCK * unit + (terms[0] + 3) * IN_FLOAT32) * most
+    found = most - exact + summed + terms[1] * TINY
     half_unit = torch.finfo(dtype).eps / 2
     return found + half_unit * (most + found) + torch.finfo(dtype).smallest_normal * half_unit
 

@@ -5,8 +5,8 @@ Contract
     quantize_rows, quantize_weight and message_rows equal it bit for bit, whatever NaN a NaN is.
     scaled_grouped_mm adds up in another order.
     Group e is rows offs[e - 1] to offs[e], as in `torch._grouped_mm`; groups may be empty. Rows
-    from offs[-1] on are never read, and their products are zero. On a GPU no size is read on the
-    host.
+    from offs[-1] on are never read, and their products are zero, or where neither factor is
+    quantised what torch leaves there. On a GPU no size is read on the host.
     A message feeds the product as it came: no row of it is ever dequantised in memory.
     Results are new memory: payloads of rows row after row, those of a weight `[E, K, N]` column
     after column, scales as their shape says. Only `grouped_mm_fp8` has a gradient.
@@ -22,6 +22,7 @@ Shapes: R rows, K columns in, N columns out, E experts, M = row_bytes(K); `recip
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -42,6 +43,11 @@ from moe_compile.ops.product_formats import (
     scales_of_weight,
 )
 from moe_compile.ops.quantized_rows import HAS_KERNELS, check_message
+from moe_compile.ops.weight_gradients import (
+    QUANTIZE_COLUMNS,
+    SCALED_WEIGHT_GRADIENT,
+    UNQUANTIZED,
+)
 from moe_compile.ops.wire_format import num_blocks, payload_bytes
 
 if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster without it
@@ -62,7 +68,8 @@ LIBRARY.define(
     "Tensor offs, str recipe, ScalarType dtype) -> Tensor"
 )
 LIBRARY.define(
-    "grouped_mm_fp8(Tensor rows, Tensor weight, Tensor offs, str recipe, str gradient) -> Tensor"
+    "grouped_mm_fp8(Tensor rows, Tensor weight, Tensor offs, str recipe, str product, "
+    "str grad_input, str grad_weight) -> Tensor"
 )
 LIBRARY.define("message_rows(Tensor message, Tensor? index, int width) -> (Tensor, Tensor)")
 
@@ -73,9 +80,7 @@ GROUPED_MM_FP8 = torch.ops.megamoe.grouped_mm_fp8.default
 MESSAGE_ROWS = torch.ops.megamoe.message_rows.default
 
 AS_IT_IS: Final = "bf16"
-"""As `gradient`: the gradient that makes that of the rows is not quantised."""
-UNQUANTIZED: Final = (torch.bfloat16, torch.float16, torch.float32)
-"""Types of rows and weights that are quantised."""
+"""As an element type of `grouped_mm_fp8`: neither factor of that product is quantised."""
 
 
 def quantize_rows(
@@ -214,17 +219,17 @@ class _GroupedProduct(torch.autograd.Function):
     """A product whose operands are quantised, and its gradients.
 
     The weight is saved, not its payload: a sharded weight may then be freed after the forward pass
-    and gathered again, and is quantised once each time. Weights' gradients sum over rows, along
-    which rows have no scales: they are products of the rows and gradients as they are.
+    and gathered again, and is quantised once each time. So are rows: the gradient of the weight
+    sums over them, along which their payload has no scales.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Any, weight: Any, offs: Any, recipe: str, gradient: str
+        ctx: Any, rows: Any, weight: Any, offs: Any, recipe: str, product: str, *elements: str
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, weight, offs)
-        ctx.recipe, ctx.gradient = recipe, gradient
-        return _quantized_product(rows, weight, offs, recipe, "e4m3")
+        ctx.recipe, (ctx.grad_input, ctx.grad_weight) = recipe, elements
+        return _product_of_rows(rows, weight, offs, recipe, product)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -232,21 +237,32 @@ class _GroupedProduct(torch.autograd.Function):
         of_rows = of_weight = None
         if ctx.needs_input_grad[0]:
             back = weight.transpose(1, 2)
-            if ctx.gradient == AS_IT_IS:
-                of_rows = torch._grouped_mm(grad, back, offs=offs)
-            else:
-                of_rows = _quantized_product(grad, back, offs, ctx.recipe, ctx.gradient)
+            of_rows = _product_of_rows(grad, back, offs, ctx.recipe, ctx.grad_input)
         if ctx.needs_input_grad[1]:
             if weight.stride(1) == 1:  # column after column, as torch's own gradient then is
-                of_weight = torch._grouped_mm(grad.t(), rows, offs=offs).transpose(1, 2)
+                of_weight = _product_over_rows(grad, rows, offs, ctx.grad_weight, "e4m3")
+                of_weight = of_weight.transpose(1, 2)
             else:
-                of_weight = torch._grouped_mm(rows.t(), grad, offs=offs)
-        return of_rows, of_weight, None, None, None
+                of_weight = _product_over_rows(rows, grad, offs, "e4m3", ctx.grad_weight)
+        return of_rows, of_weight, None, None, None, None, None
 
 
-def _quantized_product(
+def _product_over_rows(
+    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, *elements: str
+) -> torch.Tensor:
+    """Return the sums `[E, K, N]` over rows of left `[R, K]` times right `[R, N]`, by group."""
+    if AS_IT_IS in elements:
+        return torch._grouped_mm(left.t(), right, offs=offs)
+    operands = map(QUANTIZE_COLUMNS, (left, right), (offs, offs), elements)
+    made: torch.Tensor = SCALED_WEIGHT_GRADIENT(*itertools.chain(*operands), offs, left.dtype)
+    return made
+
+
+def _product_of_rows(
     rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, recipe: str, element: str
 ) -> torch.Tensor:
+    if element == AS_IT_IS:
+        return torch._grouped_mm(rows, weight, offs=offs)
     payload, scales = QUANTIZE_ROWS(rows, recipe, element)
     product: torch.Tensor = SCALED_GROUPED_MM(
         payload, scales, *QUANTIZE_WEIGHT(weight, recipe), offs, recipe, rows.dtype
@@ -254,16 +270,30 @@ def _quantized_product(
     return product
 
 
-def _grouped_mm_fp8(rows: Any, weight: Any, offs: Any, recipe: str, gradient: str) -> torch.Tensor:
+def _grouped_mm_fp8(
+    rows: Any,
+    weight: Any,
+    offs: Any,
+    recipe: str,
+    product: str,
+    grad_input: str,
+    grad_weight: str,
+) -> torch.Tensor:
     """Return the products `[R, N]` of rows `[R, K]` and the weight `[E, K, N]` of their group.
 
-    `gradient` is the element type of the gradient that is multiplied for the rows' gradient, or
-    "bf16" for a product of operands that are not quantised. The weight's gradient always is one.
+    `product` is the element type to which rows are quantised; `grad_input` and `grad_weight` are
+    those of gradients, in the products that make the gradients of rows and of the weight. With
+    "bf16" neither factor of that product is quantised. Raises ValueError for a type that the recipe
+    has not, and for `grad_weight` of another recipe than "blockwise".
     """
-    if gradient != AS_IT_IS:
-        element_of(format_of(recipe), gradient)
-    product: torch.Tensor = _GroupedProduct.apply(rows, weight, offs, recipe, gradient)
-    return product
+    elements = (product, grad_input, grad_weight)
+    for element in elements:
+        if element != AS_IT_IS:
+            element_of(format_of(recipe), element)
+    if grad_weight != AS_IT_IS and recipe != "blockwise":
+        raise ValueError(f'recipe {recipe!r} has no scales along rows; write "blockwise"')
+    made: torch.Tensor = _GroupedProduct.apply(rows, weight, offs, recipe, *elements)
+    return made
 
 
 def _fake_quantize_rows(

@@ -60,6 +60,8 @@ class ExpertsPlan(RegionPlan):
     """Number format of its rows on the wire, as the options name it."""
     expert_compute: str = "same"
     """Number format of its grouped products, as the option names it."""
+    fp8_products: tuple[str, ...] = ()
+    """Names of the products in that format."""
 
     @property
     def gathers(self) -> bool:

@@ -24,6 +24,7 @@ from moe_compile.plan.hop_prices import HopPrices
 from moe_compile.plan.node_rounding import NodeRounding
 from moe_compile.plan.plan import ExpertsPlan, RegionPlan
 from moe_compile.plan.product_times import ProductTimes
+from moe_compile.regions.grouped_products import EightBits
 from moe_compile.regions.regions import MoERegion, Region, RowProof
 from moe_compile.regions.rewrites import Effects
 from moe_compile.regions.token_regions import EvenForm, GatheredForm, TwoHopForm
@@ -75,9 +76,9 @@ class FoundExperts(Found[MoERegion]):
     kept none."""
     row_bytes: Mapping[str, int]
     """`dispatch` and `combine` -> bytes of a row as the model sends it; 0 when unknown."""
-    products: tuple[fx.Node, ...] | Left
-    """Its grouped products, where options ask for eight bits and each can be computed so, or why
-    they are computed as the model does."""
+    products: Mapping[fx.Node, EightBits] | Left
+    """How its grouped products are computed in eight bits, where options ask for it and each can
+    be, or why they are computed as the model does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,4 +194,4 @@ class PlannedExperts(Planned[MoERegion]):
 
     def in_own_format(self) -> Self:
         """Return the same region with products in the model's number format."""
-        return replace(self, plan=replace(self.plan, expert_compute="same"))
+        return replace(self, plan=replace(self.plan, expert_compute="same", fp8_products=()))

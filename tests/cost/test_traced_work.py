@@ -168,6 +168,21 @@ def test_products_in_eight_bits_have_their_own_rate_and_so_have_gradients_of_wei
     assert times.as_model_us == pytest.approx(as_model, rel=0.01)
 
 
+def test_gradients_of_weights_in_eight_bits_have_their_rate(fake_ranks):
+    layer = GroupedExperts(1024, 512, 8, 2, fake_ranks).to(torch.bfloat16)
+    tokens = torch.randn(4096, 1024, dtype=torch.bfloat16, requires_grad=True)
+    everything = {**EIGHT_BITS, "fp8_products": ("gate", "up", "down", "grad_input", "grad_weight")}
+    works = [work_of_layer(layer, tokens, **options) for options in (everything, EIGHT_BITS)]
+    made = [[w for p in one.phases for w in p if w.makes_gradient] for one in works]
+    ours, before = ([w for w in each if w.product.groups > 1] for each in made)
+    assert len(ours) == len(before) == 3 and all(one.product.in_eight_bits for one in ours)
+    for one, other in zip(ours, before, strict=True):
+        assert one.operations == other.operations and one.weight_bytes == other.weight_bytes
+        assert replace(one.product, in_eight_bits=False) == other.product
+    quantising = [sum(w.quantises for p in one.phases for w in p) for one in works]
+    assert quantising[0] == quantising[1] + 5  # gate and up read the same rows
+
+
 @pytest.mark.parametrize("num_ranks", [2, 64])
 def test_a_chain_costs_the_scheduler_what_it_costs_the_planner(num_ranks):
     """One operator after another: the price is the sum of what the scheduler counts per node."""

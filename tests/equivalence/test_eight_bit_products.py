@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_compile.ops.product_errors import product_error_bound
+from moe_compile.ops.product_errors import product_error_bound, weight_gradient_error_bound
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE
 from moe_compile.ops.scaled_products import GROUPED_MM_FP8, MESSAGE_ROWS, QUANTIZE_ROWS
 from moe_compile.testing.equivalence import differing_tensors
@@ -25,12 +25,13 @@ from tests.slow_parameters import slow_but
 
 BF16 = torch.bfloat16
 WIRES = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
+ALL = ("gate", "up", "down", "grad_input", "grad_weight")
 
 
-def run_case(rank, case, style, recipe, gradient, options):
+def run_case(rank, case, style, recipe, elements, options):
     torch._dynamo.reset()
     wires = (options.get(wire, "same") for wire in WIRES)
-    eager = in_eight_bits(quantized_eagerly(style, *wires), recipe, gradient)
+    eager = in_eight_bits(quantized_eagerly(style, *wires), recipe, *elements)
     asked = {"megamoe.strict": True, "megamoe.chunks": case.chunks}
     asked |= {f"megamoe.{name}": value for name, value in options.items()}
     return differing_tensors(
@@ -38,8 +39,8 @@ def run_case(rank, case, style, recipe, gradient, options):
     )
 
 
-def check(pool, case, style, recipe, gradient, options):
-    for rank, differing in enumerate(pool.run(run_case, case, style, recipe, gradient, options)):
+def check(pool, case, style, recipe, elements, options):
+    for rank, differing in enumerate(pool.run(run_case, case, style, recipe, elements, options)):
         assert not differing, f"rank {rank}: {differing}"
 
 
@@ -53,24 +54,53 @@ FORMS = [
     (GroupedExperts, "blockwise", "e4m3", 2),
     (GroupedExperts, "rowwise", "e4m3", 3),
     (GroupedExperts, "blockwise", "e5m2", 4),
-    (FusedGateUp, "rowwise", "bf16", 1),
 ]
 
 
 @pytest.mark.parametrize(("style", "recipe", "gradient", "chunks"), slow_but(FORMS[:1], FORMS))
 def test_every_format_in_any_number_of_chunks(two_devices, style, recipe, gradient, chunks):
-    options = {
-        "expert_compute": f"fp8_{recipe}",
-        "expert_gradients": "same" if gradient == "bf16" else gradient,
-    }
-    check(two_devices, a_case(style, chunks=chunks), style, recipe, gradient, options)
+    of_gradients = "_e5m2" if gradient == "e5m2" else ""
+    options = {"expert_compute": f"fp8_{recipe}{of_gradients}"}
+    check(
+        two_devices,
+        a_case(style, chunks=chunks),
+        style,
+        recipe,
+        [("e4m3", gradient, "bf16")],
+        options,
+    )
+
+
+EIGHT, MODELS = "e4m3", "bf16"
+SOME = [
+    (
+        GroupedExperts,
+        ("gate", "grad_weight"),
+        [(EIGHT, MODELS, EIGHT), *2 * [(MODELS, MODELS, EIGHT)]],
+    ),
+    (GroupedExperts, ("up", "down"), [3 * (MODELS,), *2 * [(EIGHT, MODELS, MODELS)]]),
+    (FusedGateUp, ("up", "gate", "grad_weight"), [(EIGHT, MODELS, EIGHT), (MODELS, MODELS, EIGHT)]),
+    (
+        GroupedExperts,
+        ("down", "grad_input"),
+        [*2 * [(MODELS, EIGHT, MODELS)], (EIGHT, EIGHT, MODELS)],
+    ),
+]
+"""Products that are named, with the element types of each product that the model calls."""
+
+
+@pytest.mark.parametrize(("style", "chosen", "elements"), slow_but(SOME[:1], SOME))
+def test_products_that_are_not_named_are_as_in_the_model(two_devices, style, chosen, elements):
+    options = {"expert_compute": "fp8_blockwise", "fp8_products": chosen}
+    check(two_devices, a_case(style, chunks=2), style, "blockwise", elements, options)
 
 
 @pytest.mark.parametrize("chunks", slow_but([2], [1, 2, 4]))
 def test_rows_that_arrive_in_eight_bits_feed_products_as_they_came(two_devices, chunks):
     """And so do gradients of results; eagerly both are unpacked, and quantised again."""
-    options = {"expert_compute": "fp8_blockwise", **WIRES}
-    check(two_devices, a_case(chunks=chunks), GroupedExperts, "blockwise", "e4m3", options)
+    options = {"expert_compute": "fp8_blockwise", "fp8_products": ALL, **WIRES}
+    elements = [("e4m3", "e4m3", "e4m3")]
+    check(two_devices, a_case(chunks=chunks), GroupedExperts, "blockwise", elements, options)
 
 
 @given(st.integers(1, 300), st.integers(-100, 100), st.integers(0, 999))
@@ -95,12 +125,12 @@ COUNTS = (5, 0, 40, 1)
 """Rows of each expert."""
 
 
-def layer_of_two_products(x, w1, w2, offs, gradient, recipe, element):
+def layer_of_two_products(x, w1, w2, offs, gradient, recipe, *elements):
     """Return activations, their gradient, output and gradients of a layer of four experts."""
     x, w1, w2 = (one.clone().requires_grad_() for one in (x, w1, w2))
-    h = torch.relu(GROUPED_MM_FP8(x, w1, offs, recipe, element))
+    h = torch.relu(GROUPED_MM_FP8(x, w1, offs, recipe, "e4m3", *elements))
     h.retain_grad()
-    out = GROUPED_MM_FP8(h, w2, offs, recipe, element)
+    out = GROUPED_MM_FP8(h, w2, offs, recipe, "e4m3", *elements)
     out.backward(gradient)
     of_products = torch.where(h > 0, h.grad, 0)
     return [t.detach() for t in (h, of_products, out, x.grad, w1.grad, w2.grad)]
@@ -113,10 +143,11 @@ def summed(carried, left, right):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "element"), [("blockwise", "e4m3"), ("blockwise", "e5m2"), ("rowwise", "e4m3")]
+    ("recipe", "element", "of_weights"),
+    [("blockwise", "e4m3", "e4m3"), ("blockwise", "e5m2", "e5m2"), ("rowwise", "e4m3", "bf16")],
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_outputs_and_gradients_of_a_layer_are_within_the_bound(recipe, element, seed):
+def test_outputs_and_gradients_of_a_layer_are_within_the_bound(recipe, element, of_weights, seed):
     """In each product by its own bound; differences of what it is given are carried on."""
     own = torch.Generator().manual_seed(seed)
     num, width, hidden = sum(COUNTS), 160, 272
@@ -124,20 +155,20 @@ def test_outputs_and_gradients_of_a_layer_are_within_the_bound(recipe, element, 
     x, w1, w2, gradient = (torch.randn(*s, generator=own).to(BF16) for s in shapes)
     x[:, 3] *= 2.0 ** (seed * 5)  # one column is far above the others
     offs = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
-    found = layer_of_two_products(x, w1, w2, offs, gradient, recipe, element)
+    found = layer_of_two_products(x, w1, w2, offs, gradient, recipe, element, of_weights)
     start = 0
     for expert, end in enumerate(offs.tolist()):
         if end > start:
             group = slice(start, end)
             mine = [one[group] for one in found[:4]] + [one[expert] for one in found[4:]]
             given = (x[group], w1[expert], w2[expert], gradient[group])
-            for name, error, most in of_one_expert(mine, *given, recipe, element):
+            for name, error, most in of_one_expert(mine, *given, recipe, element, of_weights):
                 assert (error <= most).all(), f"{name} of expert {expert} is beyond the bound"
                 assert error.max() > 0
         start = end
 
 
-def of_one_expert(found, x, w1, w2, gradient, recipe, element):
+def of_one_expert(found, x, w1, w2, gradient, recipe, element, of_weights):
     """Yield each result of an expert with its errors, beside float64, and their bounds."""
     h, of_products, out, of_x, of_w1, of_w2 = found
 
@@ -158,10 +189,19 @@ def of_one_expert(found, x, w1, w2, gradient, recipe, element):
     yield "gradient of products", (of_products - exact_back).abs(), off_back
     off_x = bound(of_products, w1.T, element=element) + off_back @ wide_w1.abs().T
     yield "gradient of rows", (of_x - exact_back @ wide_w1.T).abs(), off_x
+
+    def bound_of_weight(rows, grads, carried, exact_rows, exact_grads):
+        if of_weights == "bf16":
+            return summed(carried, exact_rows.T, exact_grads)
+        own = weight_gradient_error_bound(rows, grads, element=of_weights, dtype=BF16)
+        return own + carried[0].abs() @ carried[1].abs()
+
     error = (of_w2 - exact_h.T @ wide_gradient).abs()
-    yield "second weight", error, summed((off_h.T, wide_gradient), exact_h.T, wide_gradient)
+    carried = off_h.T, wide_gradient
+    yield "second weight", error, bound_of_weight(h, gradient, carried, exact_h, wide_gradient)
     error = (of_w1 - wide_x.T @ exact_back).abs()
-    yield "first weight", error, summed((wide_x.T, off_back), wide_x.T, exact_back)
+    carried = wide_x.T, off_back
+    yield "first weight", error, bound_of_weight(x, of_products, carried, wide_x, exact_back)
 
 
 # --- signal to noise ---------------------------------------------------------------------------
@@ -191,8 +231,9 @@ def signal_to_noise(rank, codegen, options):
 FLOORS = [
     ({"expert_compute": "fp8_blockwise"}, (23.5, 23.5, 24.5)),
     ({"expert_compute": "fp8_rowwise"}, (23.5, 23.5, 24.5)),
-    ({"expert_compute": "fp8_blockwise", "expert_gradients": "e5m2"}, (23.5, 22.5, 22.5)),
+    ({"expert_compute": "fp8_blockwise_e5m2"}, (23.5, 22.5, 22.5)),
     ({"expert_compute": "fp8_blockwise", **WIRES}, (23, 23, 23.5)),
+    ({"expert_compute": "fp8_blockwise", "fp8_products": ALL}, (23.5, 23.5, 23)),
 ]
 
 

@@ -17,10 +17,17 @@ from moe_compile.ops.kernels.product_operands import (
     split_messages,
     zero_rows_behind,
 )
-from moe_compile.ops.product_errors import IN_FLOAT32, IN_TENSOR_CORES, product_error_bound
+from moe_compile.ops.kernels.weight_gradient import columns_by_block, weight_gradient
+from moe_compile.ops.product_errors import (
+    IN_FLOAT32,
+    IN_TENSOR_CORES,
+    product_error_bound,
+    weight_gradient_error_bound,
+)
 from moe_compile.ops.product_formats import ELEMENTS, FORMATS, quantized_rows, quantized_weight
 from moe_compile.ops.scaled_products import message_rows, scaled_grouped_mm
-from moe_compile.ops.wire_format import row_bytes
+from moe_compile.ops.weight_gradients import quantize_columns, scaled_weight_gradient
+from moe_compile.ops.wire_format import BLOCK, row_bytes
 from tests.ops.kernel_values import (
     DEVICE,
     EXAMPLES,
@@ -209,7 +216,84 @@ def only_rows_behind_the_groups_become_zeros(num_rows, end, columns, dtype):
     assert products[:end].all() and not products[end:].any()
 
 
+COUNTS = st.lists(st.sampled_from([0, 0, 1, 2, 127, 128, 129, 200]), min_size=1, max_size=5)
+
+
+@FEW
+@given(
+    COUNTS, st.integers(0, 140), st.integers(1, 300), st.sampled_from(FLOATS),
+    st.sampled_from(sorted(ELEMENTS)), SEEDS,
+)  # fmt: skip
+def columns_are_quantised_by_block(counts, behind, width, dtype, element, seed):
+    """Of all kinds of rows in each block; NaN behind the groups is not read."""
+    generator = torch.Generator().manual_seed(seed)
+    offs = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rows = rows_of_all_kinds(sum(counts) + behind, width, dtype, generator)
+    rows[sum(counts) :] = torch.nan
+    found = columns_by_block(to_device(rows), to_device(offs), ELEMENTS[element])
+    assert_same_operand(found, quantize_columns(rows, offs, element))
+
+
+def near_gradients(rows, grads, counts, element, dtype):
+    """Assert that the gradient of each group is near its reference and the exact one."""
+    offs = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    operands = (*quantize_columns(rows, offs), *quantize_columns(grads, offs, element), offs)
+    found = weight_gradient(*(to_device(one) for one in operands), dtype).cpu()
+    expected = scaled_weight_gradient(*operands, dtype)
+    assert found.shape == expected.shape and found.dtype == dtype
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        left, right = rows[start:end], grads[start:end]
+        how = {"element": element, "dtype": dtype}
+        bound = weight_gradient_error_bound(left, right, unit=UNIT, **how)
+        exact = left.double().t() @ right.double()
+        assert ((found[group].double() - exact).abs() <= bound).all()
+        most = 1.2 * left.double().abs().t() @ right.double().abs()
+        sums = 2 * (BLOCK * UNIT + (end - start + 3) * IN_FLOAT32) * most
+        rounded = torch.finfo(dtype).eps * (expected[group].double().abs() + sums)
+        apart = (found[group].double() - expected[group].double()).abs()
+        assert (apart <= sums + rounded + 2.0**-100).all()
+        start = end
+
+
+@FEW
+@given(
+    COUNTS, st.integers(0, 140), st.integers(1, 200), st.integers(1, 200),
+    st.sampled_from(FLOATS), st.sampled_from(sorted(ELEMENTS)), SEEDS,
+)  # fmt: skip
+def gradients_are_near_their_reference(counts, behind, width, columns, dtype, element, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows, grads = (
+        torch.randn(sum(counts) + behind, size, generator=generator) for size in (width, columns)
+    )
+    near_gradients(rows, grads, counts, element, dtype)
+
+
+def gradients_of_models_widths_are_near_their_reference():
+    for width, columns in ((2048, 192), (2880, 160), (130, 7168)):
+        generator = torch.Generator().manual_seed(width)
+        rows, grads = (torch.randn(140, size, generator=generator) for size in (width, columns))
+        near_gradients(rows, grads, [0, 1, 0, 134, 5], "e4m3", torch.bfloat16)
+
+
+def what_is_not_finite_reaches_a_row_or_a_column_of_one_gradient():
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        generator = torch.Generator().manual_seed(1)
+        rows, grads = (torch.randn(300, size, generator=generator) for size in (140, 40))
+        rows[200, 137], grads[270, 3] = bad, bad
+        offs = torch.tensor([260, 300], dtype=torch.int32)
+        operands = (*quantize_columns(rows, offs), *quantize_columns(grads, offs), offs)
+        found = weight_gradient(*(to_device(one) for one in operands), torch.bfloat16).cpu()
+        expected = torch.zeros(2, 140, 40, dtype=torch.bool)
+        expected[0, 137], expected[1, :, 3] = True, True
+        assert torch.equal(found.isnan(), expected)
+
+
 PROPERTIES = (
+    columns_are_quantised_by_block,
+    gradients_are_near_their_reference,
+    gradients_of_models_widths_are_near_their_reference,
+    what_is_not_finite_reaches_a_row_or_a_column_of_one_gradient,
     rows_are_quantised_by_the_formats_rules,
     weights_are_quantised_by_the_formats_rules,
     messages_are_split_byte_for_byte,

@@ -64,8 +64,14 @@ def test_products_of_scaled_eight_bit_rows_count_alike():
 @pytest.mark.parametrize("gradient", ["bf16", "e4m3"])
 def test_our_products_in_eight_bits_count_alike(gradient):
     rows, weights = torch.randn(ROWS, IN), torch.randn(GROUPS, IN, OUT)
-    product = lambda a, w: GROUPED_MM_FP8(a, w, OFFSETS, "rowwise", gradient)  # noqa: E731
+    product = lambda a, w: GROUPED_MM_FP8(a, w, OFFSETS, "rowwise", "e4m3", gradient, "bf16")  # noqa: E731
     assert counted(product, rows, weights) == (ONE, 3 * ONE)
+
+
+def test_our_gradients_of_weights_in_eight_bits_count_their_whole_blocks_of_rows():
+    rows, weights, offs = torch.randn(300, IN), torch.randn(GROUPS, IN, OUT), 100 * (OFFSETS > 0)
+    product = lambda a, w: GROUPED_MM_FP8(a, w, offs.int(), "blockwise", *3 * ("e4m3",))  # noqa: E731
+    assert counted(product, rows, weights)[1] == 2 * (300 + 300 + 256) * IN * OUT
 
 
 @pytest.mark.parametrize("name", ["_grouped_mm", "_scaled_grouped_mm"])

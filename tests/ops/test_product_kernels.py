@@ -6,7 +6,12 @@ import pytest
 import torch
 import triton
 
-from moe_compile.ops.kernels import grouped_product, pack_rows, product_operands
+from moe_compile.ops.kernels import (
+    grouped_product,
+    pack_rows,
+    product_operands,
+    weight_gradient,
+)
 from moe_compile.ops.product_formats import ELEMENTS
 from moe_compile.ops.scaled_products import QUANTIZE_ROWS, QUANTIZE_WEIGHT, SCALED_GROUPED_MM
 from moe_compile.ops.wire_format import BLOCK, num_blocks, row_bytes
@@ -95,6 +100,32 @@ def test_each_block_is_added_up_outside_of_the_tensor_cores():
     assert ptx.count("fma.rn.f32") == elements
 
 
+@WIDTHS
+@pytest.mark.parametrize(
+    ("element", "ptx", "dtype"), [("fp8e4nv", "e4m3", "bf16"), ("fp8e5", "e5m2", "fp32")]
+)
+def test_gradients_of_weights_run_on_tensor_cores_without_spills(width, element, ptx, dtype):
+    pointers = {
+        "rows": "*fp8e4nv", "row_scales": "*fp32", "grads": f"*{element}", "grad_scales": "*fp32",
+        "ends": "*i32", "gradient": f"*{dtype}",
+    }  # fmt: skip
+    constants = {"WIDTH": width, "NUM_COLUMNS": 2048, "NUM_GROUPS": 32, "GROUPS": 64}
+    found = compile_for_hopper(
+        weight_gradient.weight_gradient_kernel, pointers, constants,
+        num_warps=weight_gradient.NUM_WARPS, num_stages=weight_gradient.NUM_STAGES,
+    )  # fmt: skip
+    threads = 32 * weight_gradient.NUM_WARPS
+    assert found.stack == 0 and found.registers * threads <= REGISTERS
+    stages = weight_gradient.NUM_STAGES * 2 * BLOCK * BLOCK
+    assert stages <= found.shared <= SHARED
+    steps = re.findall(rf"wgmma\.mma_async\S+m64n128k32\.f32\.e4m3\.{ptx}", found.ptx)
+    assert len(steps) == BLOCK // 32  # one block of rows, in steps of 32 bytes
+    assert "mma.sync" not in found.ptx
+    copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]+\], \[[^]]+\], (0x10|16)", found.ptx)
+    assert len(copies) >= stages // threads // 16  # all operands, 16 bytes at a time
+    assert found.ptx.count("fma.rn.f32") == BLOCK * BLOCK // threads  # blocks are added outside
+
+
 def constants_of(element):
     largest, least, cast = pack_rows.element_constants(ELEMENTS[element])
     return {"LARGEST": largest, "LEAST_BITS": least, "ELEMENT": cast}
@@ -116,6 +147,19 @@ def test_squares_are_read_along_memory_and_written_16_bytes_at_a_time(width, by_
     found = compile_for_hopper(kernel, pointers, constants, num_warps=warps)
     each = BLOCK * BLOCK // (32 * warps)
     assert found.loads == {16: 2 * each // 16} and found.stores == {16: each // 16, 4: 1}
+    assert found.stack == 0 and found.registers <= MOST_REGISTERS
+
+
+@WIDTHS
+def test_columns_are_read_along_rows_and_written_16_bytes_at_a_time(width):
+    constants = {"WIDTH": width, "NUM_GROUPS": 32, "GROUPS": 64} | constants_of("e4m3")
+    warps = weight_gradient.QUANTIZE_WARPS
+    pointers = {"rows": "*bf16", "ends": "*i32"} | OPERAND
+    found = compile_for_hopper(
+        weight_gradient.columns_by_block_kernel, pointers, constants, num_warps=warps
+    )
+    each = BLOCK * weight_gradient.COLUMNS.value // (32 * warps)
+    assert found.loads[16] == 2 * each // 16 and found.stores[16] == each // 16
     assert found.stack == 0 and found.registers <= MOST_REGISTERS
 
 

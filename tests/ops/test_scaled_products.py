@@ -20,6 +20,8 @@ from moe_compile.ops.wire_format import AMAX_MIN, BLOCK, num_blocks
 RECIPES = pytest.mark.parametrize("recipe", FORMATS)
 WIDTHS = st.integers(1, 300) | st.sampled_from([128, 256, 512])
 E4M3 = torch.float8_e4m3fn
+FORMATS_OF_THREE = ("e4m3", "e4m3", "bf16")
+"""Element types of a product, and of the gradients of its rows and weight."""
 
 
 def seeded(seed):
@@ -221,7 +223,7 @@ def test_gradients_are_near_those_of_torchs_product(recipe, by_column, gradient)
     if by_column:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
     leaves = [rows.requires_grad_(), weight.requires_grad_()]
-    found = GROUPED_MM_FP8(rows, weight, offs, recipe, gradient)
+    found = GROUPED_MM_FP8(rows, weight, offs, recipe, "e4m3", gradient, "bf16")
     plain = as_torchs(rows, weight, offs)
     into = drawn(17, 160, seed=1)
     ours, theirs = (torch.autograd.grad(one, leaves, into) for one in (found, plain))
@@ -242,11 +244,21 @@ def far(found, near):
     return ((found.float() - near.float()).norm() / near.float().norm()).item()
 
 
+def test_a_forward_product_may_be_as_it_is():
+    rows, weight, offs = drawn(17, 288).requires_grad_(), drawn(4, 288, 160), ends(2, 0, 9, 6)
+    found = GROUPED_MM_FP8(rows, weight, offs, "blockwise", "bf16", "e4m3", "bf16")
+    plain, into = as_torchs(rows, weight, offs), drawn(17, 160, seed=1)
+    ours, theirs = (torch.autograd.grad(one, rows, into)[0] for one in (found, plain))
+    assert torch.equal(found, plain) and 0 < far(ours, theirs) < 0.05
+
+
 def test_only_gradients_that_are_needed_are_computed():
     rows, weight, offs = drawn(5, 32), drawn(2, 32, 48), ends(2, 3)
-    alone = GROUPED_MM_FP8(rows.requires_grad_(), weight, offs, "rowwise", "e4m3")
+    alone = GROUPED_MM_FP8(rows.requires_grad_(), weight, offs, "rowwise", *FORMATS_OF_THREE)
     assert torch.autograd.grad(alone.sum(), rows)[0].shape == rows.shape
-    alone = GROUPED_MM_FP8(rows.detach(), weight.requires_grad_(), offs, "rowwise", "e4m3")
+    alone = GROUPED_MM_FP8(
+        rows.detach(), weight.requires_grad_(), offs, "rowwise", *FORMATS_OF_THREE
+    )
     assert torch.autograd.grad(alone.sum(), weight)[0].shape == weight.shape
 
 
@@ -256,7 +268,7 @@ def test_a_program_with_any_number_of_rows_compiles_whole(recipe):
 
     def layer(x, keep, weight, offs):
         rows = x[keep.nonzero().squeeze(1)]
-        return GROUPED_MM_FP8(rows, weight, offs, recipe, "e4m3").sum()
+        return GROUPED_MM_FP8(rows, weight, offs, recipe, *FORMATS_OF_THREE).sum()
 
     kept, weight, offs = [], drawn(2, 32, 64).requires_grad_(), ends(2, 3)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -302,7 +314,7 @@ def test_operators_are_as_torch_wants_them():
 def test_the_differentiable_operator_is_as_torch_wants_it():
     rows, weight = drawn(5, 32).requires_grad_(), drawn(2, 32, 48).requires_grad_()
     torch.library.opcheck(
-        GROUPED_MM_FP8, (rows, weight, ends(2, 3), "rowwise", "e4m3"), test_utils=CHECKS
+        GROUPED_MM_FP8, (rows, weight, ends(2, 3), "rowwise", *FORMATS_OF_THREE), test_utils=CHECKS
     )
 
 
@@ -327,8 +339,9 @@ BF16 = torch.bfloat16
         (SCALED_GROUPED_MM, (ROWS, *BY[1:], ENDS, "blockwise", BF16), "float32"),
         (SCALED_GROUPED_MM, (BY[0], BY[1][:, :1], *BY[2:], ENDS, "blockwise", BF16), "scales of"),
         (SCALED_GROUPED_MM, (BY[0][:, :9], *BY[1:], ENDS, "blockwise", BF16), r"\[R, K\]"),
-        (GROUPED_MM_FP8, (ROWS, WEIGHT, ENDS, "rowwise", "e5m2"), "rows of recipe 'rowwise'"),
-        (GROUPED_MM_FP8, (ROWS, WEIGHT, ENDS, "blockwise", "int8"), "e4m3 or e5m2"),
+        (GROUPED_MM_FP8, (ROWS, WEIGHT, ENDS, "rowwise", "e4m3", "e5m2", "bf16"), "rows of recipe"),
+        (GROUPED_MM_FP8, (ROWS, WEIGHT, ENDS, "blockwise", "int8", "e4m3", "bf16"), "e4m3 or e5m2"),
+        (GROUPED_MM_FP8, (ROWS, WEIGHT, ENDS, "rowwise", *3 * ("e4m3",)), "no scales along rows"),
         (MESSAGE_ROWS, (torch.zeros(3, 9, dtype=torch.uint8), None, 8), "12 bytes"),
     ],
 )  # fmt: skip

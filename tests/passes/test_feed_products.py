@@ -12,6 +12,7 @@ from moe_compile.graph.edit import GIVEN
 from moe_compile.graph.query import is_wait, tensor_of
 from moe_compile.ops.quantized_rows import UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE
 from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS, QUANTIZE_WEIGHT
+from moe_compile.ops.weight_gradients import QUANTIZE_COLUMNS, SCALED_WEIGHT_GRADIENT
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
 from tests.slow_parameters import slow_but
@@ -126,8 +127,25 @@ def test_rows_of_another_format_are_quantised(fake_ranks, options):
     assert len(called(forward, QUANTIZE_ROWS)) == 4
 
 
+def test_a_message_that_is_kept_is_quantised_anew_for_gradients_of_weights(fake_ranks):
+    """By the backward pass, along rows; nothing of it is in the forward."""
+    options = {"fp8_products": ("gate", "up", "down", "grad_input", "grad_weight")}
+    forward, backward = traced(layer(fake_ranks), **options, **IN_EIGHT_BITS)
+    assert len(called(forward, MESSAGE_ROWS)) == 2 and len(unpacked(forward)) == 1
+    given = (tensor_of(n) for n in backward.find_nodes(op="placeholder"))
+    assert sum(t is not None and t.dtype is torch.uint8 for t in given) == 2
+    assert len(unpacked(backward)) == 2 * 2 + 1
+    anew = called(backward, QUANTIZE_COLUMNS)
+    assert len(anew) == 2 * 5  # gate and up read the same rows
+    assert sum(node.args[0] in unpacked(backward) for node in anew) == 2  # of rows, by the index
+    assert len(called(backward, SCALED_WEIGHT_GRADIENT)) == 2 * 3
+    assert called(forward, QUANTIZE_COLUMNS) == []
+
+
 def test_gradients_of_another_type_are_quantised(fake_ranks):
-    forward, backward = traced(layer(fake_ranks), expert_gradients="e5m2", **IN_EIGHT_BITS)
+    forward, backward = traced(
+        layer(fake_ranks), expert_compute="fp8_blockwise_e5m2", **IN_EIGHT_BITS
+    )
     assert len(called(forward, MESSAGE_ROWS)) == 2
     assert called(backward, MESSAGE_ROWS) == []
 

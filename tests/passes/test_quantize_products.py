@@ -1,5 +1,7 @@
 """Grouped products of experts in eight bits, where asked for and each has such a form."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,13 +11,14 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import RegionRefused
 from moe_compile.journal.entries import PassReport
 from moe_compile.journal.reasons import Reason
-from moe_compile.ops.scaled_products import GROUPED_MM_FP8
+from moe_compile.ops.scaled_products import AS_IT_IS, GROUPED_MM_FP8
 from moe_compile.regions.grouped_products import is_grouped
 from passes.quantize_products import BOUND, QuantizeProducts
 from tests.capture import dynamo_graphs
 from tests.layers import Centred, FusedGateUp, GroupedExperts, LoopExperts
 from tests.slow_parameters import one_per_reason, slow_but
 
+E, A = "e4m3", AS_IT_IS
 TOKENS = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
 ASKED = {"hardware": "cpu", "chunks": 2, "expert_compute": "fp8_blockwise"}
 
@@ -40,25 +43,89 @@ def products(graph):
 
 
 FORMS = [
-    ("fp8_blockwise", "e4m3", "e4m3"),
-    ("fp8_rowwise", "e4m3", "e4m3"),
-    ("fp8_blockwise", "e5m2", "e5m2"),
-    ("fp8_rowwise", "same", "bf16"),
+    ("fp8_blockwise", "blockwise", "e4m3"),
+    ("fp8_rowwise", "rowwise", "e4m3"),
+    ("fp8_blockwise_e5m2", "blockwise", "e5m2"),
 ]
 
 
-@pytest.mark.parametrize(("compute", "asked", "gradient"), slow_but(FORMS[:1], FORMS))
-def test_every_product_of_every_chunk_is_in_eight_bits(fake_ranks, compute, asked, gradient):
+@pytest.mark.parametrize(("compute", "recipe", "gradient"), slow_but(FORMS[:1], FORMS))
+def test_every_product_of_every_chunk_is_in_eight_bits(fake_ranks, compute, recipe, gradient):
     program = layer(GroupedExperts, fake_ranks)
-    gm, applied, left, state = rewritten(program, expert_compute=compute, expert_gradients=asked)
+    gm, applied, left, state = rewritten(program, expert_compute=compute)
     ours, others = products(gm.graph)
-    recipe = compute.removeprefix("fp8_")
     assert (len(ours), others, left) == (6, [], [])
-    assert all(node.args[3:] == (recipe, gradient) for node in ours)
-    said = f"6 grouped products of region 0: {recipe}, gradients of rows in {gradient}"
+    assert all(node.args[3:] == (recipe, "e4m3", gradient, "bf16") for node in ours)
+    said = f"6 grouped products of region 0: {compute} (gate, up, down, grad_input)"
     assert applied == [f"{said} (lossy: {BOUND})"]
     (one,) = state.experts
     assert (one.plan.expert_compute, one.plan.num_chunks) == (compute, 2)
+
+
+CHOSEN = [
+    (("gate", "grad_input"), {"w1": (E, E, A), "w3": (A, E, A), "w2": (A, E, A)}),
+    (("up", "down"), {"w3": (E, A, A), "w2": (E, A, A)}),
+    (("grad_input",), dict.fromkeys(("w1", "w3", "w2"), (A, E, A))),
+    (("down", "grad_weight"), {"w1": (A, A, E), "w3": (A, A, E), "w2": (E, A, E)}),
+]
+
+
+@pytest.mark.parametrize(("chosen", "expected"), CHOSEN)
+def test_products_are_found_by_their_place(fake_ranks, chosen, expected):
+    """In both chunks; the model's weights are w1 of the gate, w3 of up, w2 of down."""
+    gm, _, left, state = rewritten(layer(GroupedExperts, fake_ranks), fp8_products=chosen)
+    ours, others = products(gm.graph)
+    found = [(weight_of(node), node.args[4:]) for node in ours]
+    assert sorted(found) == sorted(2 * [*expected.items()])
+    assert (len(ours) + len(others), left) == (6, [])
+    assert state.experts[0].plan.fp8_products == chosen
+
+
+def weight_of(product):
+    """Return the name of the parameter that a product multiplies by."""
+    node = product.args[1]
+    while node.op != "placeholder":
+        node = node.args[0]
+    return re.search(r"w\d", node.name)[0]
+
+
+class Bilinear(GroupedExperts):
+    """Neither of its first products goes through an activation."""
+
+    def experts(self, rows, received):
+        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
+        h = torch._grouped_mm(rows, self.w1, offs=offs) * torch._grouped_mm(rows, self.w3, offs)
+        return torch._grouped_mm(h, self.w2, offs=offs)
+
+
+class Deep(GroupedExperts):
+    """Three products, one after another."""
+
+    def experts(self, rows, received):
+        offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
+        h = torch._grouped_mm(rows, self.w1, offs=offs)
+        h = torch._grouped_mm(h, self.w2, offs=offs)
+        return torch._grouped_mm(torch._grouped_mm(h, self.w3, offs=offs), self.w2, offs=offs)
+
+
+@pytest.mark.parametrize(
+    ("style", "says"),
+    [
+        (FusedGateUp, r"`_grouped_mm` at layers.py:\d+ .*is both gate and up"),
+        (Bilinear, "is both gate and up, or an unknown one of the two"),
+        (Deep, "its products are not one or two, whose results meet, and then one"),
+    ],
+)
+def test_products_that_cannot_be_told_apart_are_named_together(fake_ranks, style, says):
+    program = layer(style, fake_ranks)
+    gm, _, (left,), state = rewritten(program, fp8_products=("gate", "down"))
+    assert left.reason is Reason.PRODUCTS_TOGETHER and re.search(says, left.detail)
+    assert (products(gm.graph)[0], state.experts[0].plan.fp8_products) == ([], ())
+    assert products(rewritten(program)[0].graph)[0]
+    if style is not Deep:
+        assert products(rewritten(program, fp8_products=("gate", "up"))[0].graph)[0]
+    with pytest.raises(RegionRefused, match='write "gate" and "up" both, or neither'):
+        rewritten(program, fp8_products=("gate", "down"), strict=True)
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ EIGHT_BITS = False  # whether products that run eagerly are in eight bits
 
 def multiplied(x, weight, *, offs):
     if EIGHT_BITS and not torch.compiler.is_compiling():
-        return GROUPED_MM_FP8(x, weight, offs, "blockwise", "e4m3")
+        return GROUPED_MM_FP8(x, weight, offs, "blockwise", "e4m3", "e4m3", "bf16")
     return torch._grouped_mm(x, weight, offs=offs)
 """
 

@@ -68,7 +68,7 @@ from passes.kinds.by_counts.gathering import (
     gathering,
     may_be_priced,
 )
-from passes.kinds.by_counts.products import how_asked, predicted_products
+from passes.kinds.by_counts.products import predicted_products
 from passes.kinds.by_counts.room import even_form, in_equal_parts, still_read
 from passes.kinds.by_counts.two_hops import (
     Forms,
@@ -213,8 +213,8 @@ def _gathering(
         return None
     if not asks_planner(config, can_gather=True):
         return None
-    how = None if isinstance(draft.found.products, Left) else how_asked(config)
-    work = gathered_work(form, draft.proof, regions, layer.nodes, how)
+    asked = None if isinstance(draft.found.products, Left) else config
+    work = gathered_work(form, draft.proof, regions, layer.nodes, asked)
     return Gathering(work=work, rounding=rounding_of(form.found))
 
 
@@ -319,6 +319,7 @@ def _plan(draft: Draft, wires: Mapping[str, str], config: MegaMoEConfig) -> Expe
         dispatch_wire=wires["dispatch"],
         combine_wire=wires["combine"],
         expert_compute=config.expert_compute if is_quantised else "same",
+        fp8_products=config.fp8_products if is_quantised else (),
         unproven=draft.proof.reason.name if isinstance(draft.proof, Left) else "",
     )
 

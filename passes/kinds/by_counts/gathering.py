@@ -31,11 +31,12 @@ from moe_compile.plan.decide import asks_planner
 from moe_compile.plan.dispatch_rules import DispatchCosts, quantises_rows, rounding_of
 from moe_compile.plan.planned import FoundExperts
 from moe_compile.regions.body_nodes import needs_of_body
-from moe_compile.regions.grouped_products import EightBits, compute_in_eight_bits, is_grouped
+from moe_compile.regions.grouped_products import compute_in_eight_bits, is_grouped
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrite_effects import find_effects
 from moe_compile.regions.rewrites import Replacement
 from moe_compile.regions.token_regions import GatheredForm, TokenRows
+from passes.kinds.by_counts.products import how_planned
 from passes.replay.gathered import emit_gathered
 from passes.replay.prune import prune_other_experts
 
@@ -149,14 +150,14 @@ def gathered_work(
     proof: RowProof,
     regions: Iterable[MoERegion],
     layer: Collection[fx.Node] | None = None,
-    how: EightBits | None = None,
+    config: MegaMoEConfig | None = None,
 ) -> RegionWork | None:
     """Return the work of the region's `layer`, or of the graph, with tokens gathered.
 
     None where a size is not static.
 
     Its parts are the tokens of a rank where each has proven as many rows, and one in other cases.
-    Its products are in eight bits where there is a `how`.
+    Its products are in eight bits as `config` asks, if there is one.
     """
     regions, found = list(regions), form.found
     tokens, rows, total = known_rows(found.tokens), known_rows(found.index), found.sums.total
@@ -173,8 +174,9 @@ def gathered_work(
     old = set(graph.nodes)
     routing = _apply(form, rewrite)
     new = {node for node in graph.nodes if node not in old}
-    if how is not None:
-        for product in filter(is_grouped, new):
+    if config is not None:
+        products = [node for node in graph.nodes if node in new and is_grouped(node)]
+        for product, how in how_planned(products, GraphFacts(graph), config).items():
             compute_in_eight_bits(product, how)
     per_rank = [
         t.numel() * t.element_size()

@@ -62,7 +62,6 @@ from passes.replay.hops import HopSplit
 from passes.replay.masked_replay import chunk_bounds, emit_chunks
 from passes.replay.two_hops import emit_two_hops
 
-NOT_OF_WEIGHTS: Final = "gradients of weights as the model computes them"
 BY_LOAD: Final = "each step's counts say which experts a chunk has: about as many rows in each"
 
 
@@ -263,7 +262,7 @@ def _products(one: PlannedExperts) -> list[str]:
     left = one.left.get("expert_compute")
     if left is not None:
         return [f"products not quantised: {left.why}"] if left.is_asked else []
-    said = f"grouped products in {one.plan.expert_compute}, {NOT_OF_WEIGHTS}"
+    said = f"grouped products in {one.plan.expert_compute} ({', '.join(one.plan.fp8_products)})"
     return [f"{said}: {one.product_times} predicted" if one.product_times else said]
 
 

@@ -3,21 +3,25 @@
 Contract
     A region need not be proven, nor chunked: a row of a product in eight bits depends on that row
     and on its expert's weight alone, as the row of any product.
-    All grouped products of a region are computed alike, or none.
+    The grouped products of a region are computed as options ask, or all as in the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
 import torch.fx as fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moe_compile.allowed_values import FORWARD_PRODUCTS
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.traced_nodes import TracedNodes
+from moe_compile.errors import ContractViolation
+from moe_compile.graph.facts import GraphFacts
 from moe_compile.graph.query import operator_at, tensor_of
 from moe_compile.hardware.chip_limits import multiplies_in_eight_bits
 from moe_compile.journal.reasons import Left, Reason
@@ -25,42 +29,70 @@ from moe_compile.ops.product_formats import FORMATS, ProductFormat
 from moe_compile.ops.scaled_products import AS_IT_IS
 from moe_compile.plan.product_times import ProductTimes, product_times
 from moe_compile.plan.state import CompileState
-from moe_compile.regions.grouped_products import EightBits, factors_of, is_grouped
+from moe_compile.regions.grouped_products import EightBits, factors_of, is_grouped, names_of
 from moe_compile.regions.regions import MoERegion
 from passes.kinds.by_counts.draft import Draft
 from passes.kinds.by_counts.wires import makes_integers
 
 OPTION: Final = "expert_compute"
-PREFIX: Final = "fp8_"
+FORMS: Final = {
+    "fp8_rowwise": ("rowwise", "e4m3"),
+    "fp8_blockwise": ("blockwise", "e4m3"),
+    "fp8_blockwise_e5m2": ("blockwise", "e5m2"),
+}
+"""Values of the option, with the recipe and the element type of gradients."""
 PASS: Final = "quantize_products"
 """The pass that carries it out."""
+OTHER_FORM: Final = "its products are not one or two, whose results meet, and then one"
 
 
-def how_asked(config: MegaMoEConfig) -> EightBits | None:
-    """Return how the options have products computed; None for the model's own number format."""
+def how_asked(
+    products: Sequence[fx.Node], facts: GraphFacts, config: MegaMoEConfig
+) -> Mapping[fx.Node, EightBits] | Left:
+    """Return how the options have some of the grouped products of experts computed in eight bits.
+
+    Or why that cannot be told: `fp8_products` names one of two products that are one, or that
+    cannot be told apart.
+    """
+    recipe, gradient = FORMS[config.expert_compute]
+    chosen = set(config.fp8_products)
+    names: Mapping[fx.Node, frozenset[str]] | None
+    names = dict.fromkeys(products, frozenset(FORWARD_PRODUCTS))
+    if 0 < len(chosen.intersection(FORWARD_PRODUCTS)) < len(FORWARD_PRODUCTS):
+        names = names_of(products, facts.dependence)
+    if names is None:
+        return Left(Reason.PRODUCTS_TOGETHER, OTHER_FORM)
+    found = {}
+    for product, own in names.items():
+        if own & chosen and not own <= chosen:
+            detail = f"{operator_at(product)} is both gate and up, or an unknown one of the two"
+            return Left(Reason.PRODUCTS_TOGETHER, detail)
+        how = EightBits(
+            recipe=recipe,
+            product="e4m3" if own & chosen else AS_IT_IS,
+            grad_input=gradient if "grad_input" in chosen else AS_IT_IS,
+            grad_weight=gradient if "grad_weight" in chosen else AS_IT_IS,
+        )
+        if how.is_any:
+            found[product] = how
+    return found
+
+
+def find_products(region: MoERegion, config: MegaMoEConfig) -> Mapping[fx.Node, EightBits] | Left:
+    """Return how products are computed in eight bits, or why the region keeps its number format."""
     if not config.asks_for(OPTION):
-        return None
-    gradient = config.expert_gradients
-    return EightBits(
-        recipe=config.expert_compute.removeprefix(PREFIX),
-        gradient=AS_IT_IS if gradient == "same" else gradient,
-    )
-
-
-def find_products(region: MoERegion, config: MegaMoEConfig) -> tuple[fx.Node, ...] | Left:
-    """Return the products to compute in eight bits, or why the region keeps its number format."""
-    how = how_asked(config)
-    if how is None:
         return Left(Reason.NOT_ASKED)
     if PASS in config.disable_passes:  # no pass would do it: no price
         return Left(Reason.DISABLED)
-    products = tuple(node for node in region.row_side if is_grouped(node))
+    products = [node for node in region.row_side if is_grouped(node)]
     if not products:
         return Left(Reason.NO_GROUPED_PRODUCT)
     for node in products:
-        if (why := _against(node, FORMATS[how.recipe])) is not None:
+        if (why := _against(node, FORMATS[FORMS[config.expert_compute][0]])) is not None:
             return why
-    return Left(Reason.INTEGERS) if makes_integers(region) else products
+    if makes_integers(region):
+        return Left(Reason.INTEGERS)
+    return how_asked(products, region.facts, config)
 
 
 def _against(product: fx.Node, chosen: ProductFormat) -> Left | None:
@@ -85,6 +117,19 @@ def _against(product: fx.Node, chosen: ProductFormat) -> Left | None:
     return None
 
 
+def how_planned(
+    products: Sequence[fx.Node], facts: GraphFacts, config: MegaMoEConfig
+) -> Mapping[fx.Node, EightBits]:
+    """Return the same of a region that is planned so, in a graph in which it is rewritten.
+
+    Raises ContractViolation where the rewrite gave its products another form.
+    """
+    found = how_asked(products, facts, config)
+    if isinstance(found, Left):
+        raise ContractViolation(f"products of a rewritten region: {found}")
+    return found
+
+
 def predicted_products(
     draft: Draft, state: CompileState, layer: TracedNodes
 ) -> ProductTimes | None:
@@ -103,7 +148,5 @@ def predicted_products(
 
 def products_in_eight_bits(state: CompileState) -> dict[fx.Node, EightBits]:
     """Return the products of the graph at hand to compute in eight bits, and how."""
-    how, found = how_asked(state.config), state.found.experts
-    if how is None:
-        return {}
-    return {n: how for one in found if not isinstance(one.products, Left) for n in one.products}
+    found = (one.products for one in state.found.experts if not isinstance(one.products, Left))
+    return {node: how for products in found for node, how in products.items()}
