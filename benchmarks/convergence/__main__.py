@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -138,7 +139,8 @@ def _print(report: Mapping[str, Any]) -> None:
     for title, rows in report["comparisons"].items():
         seeds = len(report["losses"][title][BASELINE.name])
         spread = next(iter(rows.values()))["spread"]
-        table = Table(title=f"{title}, {seeds} seeds; bf16 has {spread:.4f} between seeds")
+        title = f"{title}, {seeds} seeds; bf16 has {spread:.4f} between seeds"
+        table = Table(title=title, box=box.MARKDOWN)
         for name in ("", "loss", "- bf16's", "close", f"trend in {compare.TREND} steps", "level"):
             table.add_column(name, justify="left" if not name else "right")
         for way, one in rows.items():

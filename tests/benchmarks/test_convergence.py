@@ -18,6 +18,7 @@ from benchmarks.convergence.jobs import (
     check_rewrites,
     ended,
     flags_of,
+    train,
 )
 from benchmarks.convergence.picture import draw
 
@@ -159,6 +160,18 @@ def test_what_is_kept_of_other_settings_is_an_error(tmp_path):
         assert ended(job, tmp_path) is not None
         with pytest.raises(ValueError, match="other settings"):
             ended(dataclasses.replace(job, steps=STEPS + 1), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_keeps_its_losses_and_what_megamoe_did(tmp_path):
+    pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
+    job = Job(model=DEMO, way=FED, seed=1, steps=2)
+    found = train(job, tmp_path)
+    assert found == ended(job, tmp_path)
+    assert len(found.losses) == 2
+    assert all(found.rewrites[name] >= found.rewrites["regions"] > 0 for name in FED.passes)
+    assert [*tmp_path.glob("*.json")] == [tmp_path / f"{job.name}.json"]
+    assert not [*(tmp_path / "work").iterdir()]
 
 
 def test_time_left_counts_models_by_their_cost():
