@@ -80,16 +80,23 @@ def test_a_line_has_its_slope():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda r: r, "not rounded otherwise"),
         (lambda r: {s: r[s] for s in (1, 2)}, "compare 3 to 10"),
         (lambda r: {s: v[:LAST] for s, v in r.items()}, "a trend is of 100"),
     ],
 )
 def test_runs_that_tell_nothing_are_an_error(change, says):
-    other = runs() if says == "not rounded otherwise" else runs(noisy=10)
     with pytest.raises(ValueError, match=says):
-        compare(change(other), change(runs()))
+        compare(change(runs(noisy=10)), change(runs()))
     assert SEEDS[0] == 3
+
+
+def test_a_run_with_all_losses_of_bf16_is_an_error():
+    other, base = runs(noisy=10), runs()
+    other[4] = [*base[4][:-1], base[4][-1] + 1e-5]
+    assert compare(other, base).is_close
+    other[4] = base[4]
+    with pytest.raises(ValueError, match="not rounded otherwise"):
+        compare(other, base)
 
 
 def report(**applied):

@@ -189,6 +189,17 @@ def test_the_worst_numbers_come_near_the_bound():
     assert 0.6 * bound <= 14 * (1 - 0.75**2) <= bound
 
 
+def test_the_bound_has_what_is_cut():
+    """The second block of the row is so small beside the first that its scale is zero."""
+    rows, weight = torch.zeros(1, 32), torch.zeros(32, 32)
+    rows[0, 0], rows[0, 16], weight[16] = 2688.0, 6 * 2.0**-11, 1.0
+    operands = (*QUANTIZE_ROWS(rows, "nvfp4", "e2m1"), *QUANTIZE_WEIGHT(weight[None], "nvfp4"))
+    found = SCALED_GROUPED_MM(*operands, torch.tensor([1]).int(), "nvfp4", torch.float32)
+    bound = product_error_bound(rows, weight, "nvfp4", element="e2m1")
+    assert not found.any()
+    assert ((rows[0, 16] <= bound) & (bound < 2 * rows[0, 16])).all()
+
+
 def test_what_is_not_finite_stays_in_its_row_or_column():
     rows, weight = drawn(3, 64, 0, 1, 0).bfloat16(), drawn(64, 32, 0, 1, 1).bfloat16()[None]
     rows[1, 20], weight[0, 40, 7] = torch.inf, torch.nan
