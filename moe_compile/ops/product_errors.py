@@ -3,9 +3,10 @@
 Contract
     A bound, not an estimate: of finite operands whose quantised product float32 holds.
 
-Of one element, with h = 2**-4 for e4m3 and 2**-3 for e5m2 (`Element.half_unit`):
+Of one element, with h = 2**-4 for e4m3, 2**-3 for e5m2 and 2**-2 for e2m1 (`Element.half_unit`):
 
-    quantised a        |a' - a| <= e(a) = max(h |a|, half_step * scale) + 2**-20 |a|
+    quantised a        |a' - a| <= e(a) = max(h |a|, half_step * scale, |a| - largest * scale)
+                       + 2**-20 |a|; the third is what recipe "nvfp4" cuts
     product            |a'b' - ab| <= (|a| + e(a)) (|b| + e(b)) - |a| |b|
                        of normal e4m3: |a| |b| (2**-4 + 2**-4 + 2**-8), and float32's roundings
     sum over K         each of 128 additions inside a block, by tensor cores or in float32, is off
@@ -47,6 +48,7 @@ from moe_compile.ops.product_formats import (
     format_of,
     scales_of_rows,
     scales_of_weight,
+    weight_element,
 )
 from moe_compile.ops.scaled_products import quantize_rows, quantize_weight
 from moe_compile.ops.weight_gradients import quantize_columns
@@ -81,7 +83,7 @@ def product_error_bound(
     of_weight = scales_of_weight(weight_scales[0], chosen, width, columns).double()
     a, b = rows_RK.double().abs(), weight_KN.double().abs()
     most_a = a + _error(a, of_rows, ELEMENTS[element])
-    most_b = b + _error(b, of_weight, ELEMENTS["e4m3"])
+    most_b = b + _error(b, of_weight, weight_element(chosen))
     blocks = blocks_along(width, chosen.row_block)
     return _of_sum(a @ b, most_a @ most_b, (width, blocks), unit, dtype)
 
@@ -144,4 +146,5 @@ def _of_sum(
 def _error(values: torch.Tensor, scales: torch.Tensor, element: Element) -> torch.Tensor:
     """Return the largest error of quantised magnitudes, from their scales."""
     largest = torch.maximum(element.half_unit * values, element.half_step * scales)
-    return largest + ROUNDINGS * values
+    cut = values - element.largest * scales
+    return torch.maximum(largest, cut) + ROUNDINGS * values

@@ -12,9 +12,12 @@ Contract
     rowwise     one scale per row    one per column       torch's `_scaled_grouped_mm` on sm_90
     blockwise   1 x 128              128 x 128            DeepSeek-V3, section 3.3.2 of its report
     mxfp8       1 x 32               32 x 1               OCP Microscaling Formats 1.0
+    nvfp4       1 x 16               16 x 1               "Pretraining large language models with
+                                                          NVFP4", 2509.25149, appendix B
 
 Scales of mxfp8 are powers of two: a / largest rounded up, so that no payload is cut ("Recipes for
-pre-training LLMs with MXFP8", 2506.08027). It has a reference and no kernel yet.
+pre-training LLMs with MXFP8", 2506.08027). nvfp4 has a second scale for each row and each column of
+a weight, and numbers of four bits (`four_bits`). Both have references and no kernels yet.
 
 Shapes: R rows, K columns in, N columns out, E experts; a weight is `[E, K, N]`.
 """
@@ -27,6 +30,7 @@ from typing import Final
 
 import torch
 
+from moe_compile.ops import four_bits
 from moe_compile.ops.wire_format import BLOCK, E4M3_MAX
 
 
@@ -41,6 +45,8 @@ class Element:
     """Error of a normal value as a share of it: 2**-(mantissa bits + 1)."""
     half_step: float
     """Error of a subnormal value: half the distance of two."""
+    per_byte: int = 1
+    """Numbers in a byte of a payload, neighbours along what a product sums."""
 
     @property
     def least_maximum(self) -> float:
@@ -55,8 +61,16 @@ ELEMENTS: Final[Mapping[str, Element]] = {
     "e5m2": Element(
         dtype=torch.float8_e5m2, largest=57344.0, half_unit=2.0**-3, half_step=2.0**-17
     ),
+    "e2m1": Element(
+        dtype=torch.float4_e2m1fn_x2,
+        largest=four_bits.LARGEST,
+        half_unit=2.0**-2,
+        half_step=2.0**-2,
+        per_byte=2,
+    ),
 }
-"""Element types of eight bits by name; sizes from "FP8 formats for deep learning" (2209.05433)."""
+"""Element types by name; sizes from "FP8 formats for deep learning" (2209.05433), and of e2m1 from
+OCP Microscaling Formats 1.0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +83,7 @@ class ProductFormat:
     weight_block: tuple[int | None, int]
     """K and N of the elements of a weight that share a scale; None: all."""
     elements: tuple[str, ...]
-    """Element types of rows and gradients; those of a weight are e4m3."""
+    """Element types of rows and gradients; the first is that of weights."""
     results: tuple[torch.dtype, ...]
     """Types of a product."""
     multiple: int
@@ -77,8 +91,27 @@ class ProductFormat:
     capability: tuple[int, int]
     """Compute capability of the first NVIDIA GPU whose tensor cores multiply it."""
     scale: torch.dtype = torch.float32
+    has_vector_scale: bool = False
+    """Whether a row, and a column of a weight, has one more scale behind those of its blocks."""
     has_kernel: bool = True
     """Whether something here multiplies it on a GPU."""
+
+    def row_scales(self, width: int) -> list[int]:
+        """Return the shape of the scales of a row of `width` numbers."""
+        if self.row_block is None:
+            return []
+        return [blocks_along(width, self.row_block) + self._more]
+
+    def weight_scales(self, experts: int, width: int, columns: int) -> list[int]:
+        """Return the shape of the scales of a weight `[experts, width, columns]`."""
+        deep, wide = self.weight_block
+        if deep is None:
+            return [experts, columns]
+        return [experts, blocks_along(width, deep) + self._more, blocks_along(columns, wide)]
+
+    @property
+    def _more(self) -> int:
+        return four_bits.VECTOR_BYTES if self.has_vector_scale else 0
 
 
 FORMATS: Final[Mapping[str, ProductFormat]] = {
@@ -109,6 +142,18 @@ FORMATS: Final[Mapping[str, ProductFormat]] = {
         multiple=32,
         capability=(10, 0),
         scale=torch.float8_e8m0fnu,
+        has_kernel=False,
+    ),
+    "nvfp4": ProductFormat(
+        name="nvfp4",
+        row_block=four_bits.BLOCK,
+        weight_block=(four_bits.BLOCK, 1),
+        elements=("e2m1",),
+        results=(torch.bfloat16, torch.float16, torch.float32),
+        multiple=32,  # 16 bytes
+        capability=(10, 0),
+        scale=torch.uint8,  # of e4m3, and of a float32
+        has_vector_scale=True,
         has_kernel=False,
     ),
 }
@@ -150,6 +195,11 @@ def element_of(chosen: ProductFormat, name: str) -> Element:
     return ELEMENTS[name]
 
 
+def weight_element(chosen: ProductFormat) -> Element:
+    """Return the type of the payload of a weight."""
+    return ELEMENTS[chosen.elements[0]]
+
+
 def blocks_along(size: int, block: int | None) -> int:
     """Return how many scales a dimension of `size` has; a dimension that shares one scale has 1."""
     return 1 if block is None else -(-size // block)
@@ -180,6 +230,9 @@ def quantized_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the payload `[R, K]` of rows, and scales `[R]` or, in blocks, `[R, blocks]`."""
     num_rows, width = rows_RK.shape
+    if chosen.has_vector_scale:
+        codes, scales = four_bits.quantized_vectors(rows_RK.float())
+        return codes.view(element.dtype), scales
     if chosen.row_block is None:
         payload, scales = quantized(rows_RK.float(), [1], element, chosen.scale)
         return payload, scales.reshape(num_rows)
@@ -199,8 +252,13 @@ def quantized_weight(
     Scales are `[E, N]`, or `[E, blocks of K, blocks of N]` if the format has blocks.
     """
     experts, width, columns = weight_EKN.shape
-    element = ELEMENTS["e4m3"]
+    element = weight_element(chosen)
     deep, wide = chosen.weight_block
+    if chosen.has_vector_scale:
+        vectors = weight_EKN.transpose(1, 2).reshape(experts * columns, width)
+        codes, scales = four_bits.quantized_vectors(vectors.float())
+        payload, scales = (one.reshape(experts, columns, -1) for one in (codes, scales))
+        return payload.view(element.dtype).transpose(1, 2), scales.transpose(1, 2).contiguous()
     if deep is None:
         payload, scales = quantized(weight_EKN.float(), [1], element, chosen.scale)
         return by_columns(payload), scales.reshape(experts, columns)
@@ -217,11 +275,25 @@ def by_columns(weight_EKN: torch.Tensor) -> torch.Tensor:
     return weight_EKN.transpose(1, 2).clone(memory_format=ROW_AFTER_ROW).transpose(1, 2)
 
 
+def numbers_of_rows(payload: torch.Tensor, chosen: ProductFormat, width: int) -> torch.Tensor:
+    """Return the numbers `[R, width]`, float32, of a payload of rows, without their scales."""
+    if not chosen.has_vector_scale:
+        return payload.float()
+    return four_bits.numbers_of(payload.view(torch.uint8), width)
+
+
 def scales_of_rows(scales: torch.Tensor, chosen: ProductFormat, width: int) -> torch.Tensor:
     """Return float32 scales that multiply rows `[R, width]`: `[R, 1]` or `[R, width]`."""
+    if chosen.has_vector_scale:
+        return four_bits.scales_of(scales, width)
     if chosen.row_block is None:
         return scales.float()[:, None]
     return scales.float().repeat_interleave(chosen.row_block, 1)[:, :width]
+
+
+def numbers_of_weight(payload: torch.Tensor, chosen: ProductFormat, width: int) -> torch.Tensor:
+    """Return the numbers `[width, N]`, float32, of one expert's payload, without their scales."""
+    return numbers_of_rows(payload.t(), chosen, width).t()
 
 
 def scales_of_weight(
@@ -229,6 +301,8 @@ def scales_of_weight(
 ) -> torch.Tensor:
     """Return float32 scales that multiply one expert's weight: `[N]` or `[width, columns]`."""
     deep, wide = chosen.weight_block
+    if chosen.has_vector_scale:
+        return four_bits.scales_of(scales.t(), width).t()
     if deep is None:
         return scales.float()
     down = scales.float().repeat_interleave(deep, 0)[:width]

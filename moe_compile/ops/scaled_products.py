@@ -18,6 +18,7 @@ Shapes: R rows, K columns in, N columns out, E experts, M = row_bytes(K); `recip
     rowwise     [R]               [E, N]
     blockwise   [R, K / 128]      [E, K / 128, N / 128], rounded up
     mxfp8       [R, K / 32]       [E, K / 32, N]
+    nvfp4       [R, K / 16 + 4]   [E, K / 16 + 4, N]
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ from moe_compile.ops.product_formats import (
     blocks_along,
     element_of,
     format_of,
+    numbers_of_rows,
+    numbers_of_weight,
     quantized_rows,
     quantized_weight,
     refusal,
     scales_of_rows,
     scales_of_weight,
+    weight_element,
 )
 from moe_compile.ops.quantized_rows import HAS_KERNELS, check_message
 from moe_compile.ops.weight_gradients import (
@@ -97,7 +101,7 @@ def quantize_rows(
 
 
 def quantize_weight(weight_EKN: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the payload `[E, K, N]`, e4m3, of a weight and its scales.
+    """Return the payload `[E, K, N]`, in four bits `[E, K / 2, N]`, of a weight and its scales.
 
     The product with the transposed weight, for the gradient of rows, takes the weight transposed
     and quantised: its scales are those of its own columns, and its memory runs along them.
@@ -137,15 +141,17 @@ def scaled_grouped_mm(
     another or the recipe.
     """
     chosen = check_product(rows, row_scales, weight, weight_scales, offs, recipe, dtype)
-    products = rows.new_zeros((rows.shape[0], weight.shape[2]), dtype=dtype)
+    products = row_scales.new_zeros((rows.shape[0], weight.shape[2]), dtype=dtype)
+    width = rows.shape[1] * weight_element(chosen).per_byte
     start = 0
     for expert, end in enumerate(offs.tolist()):
         if end > start:
             group = slice(start, end)
-            by = scales_of_weight(weight_scales[expert], chosen, *weight.shape[1:])
-            of_rows = scales_of_rows(row_scales[group], chosen, rows.shape[1])
-            wide = (rows[group].float() * of_rows) @ (weight[expert].float() * by)
-            products[group] = wide.to(dtype)
+            by = scales_of_weight(weight_scales[expert], chosen, width, weight.shape[2])
+            of_rows = scales_of_rows(row_scales[group], chosen, width)
+            a = numbers_of_rows(rows[group], chosen, width) * of_rows
+            b = numbers_of_weight(weight[expert], chosen, width) * by
+            products[group] = (a @ b).to(dtype)
         start = end
     return products
 
@@ -166,6 +172,7 @@ def check_product(
             f"rows are [R, K] and weights [E, K, N], not {[*rows.shape]} and {[*weight.shape]}"
         )
     experts, width, columns = (int(size) for size in weight.shape)
+    width *= weight_element(chosen).per_byte
     if offs.dtype is not torch.int32 or [*offs.shape] != [experts]:
         raise ValueError(f"offs are int32 [{experts}], not {offs.dtype} {[*offs.shape]}")
     if width % chosen.multiple or columns % chosen.multiple:
@@ -174,10 +181,10 @@ def check_product(
             f'{width} x {columns}; recipe "blockwise" multiplies any'
         )
     types = [ELEMENTS[name].dtype for name in chosen.elements]
-    if rows.dtype not in types or weight.dtype is not ELEMENTS["e4m3"].dtype:
+    if rows.dtype not in types or weight.dtype is not types[0]:
         raise ValueError(
-            f"recipe {recipe!r} multiplies rows of {types} and weights of "
-            f"{ELEMENTS['e4m3'].dtype}, not {rows.dtype} and {weight.dtype}"
+            f"recipe {recipe!r} multiplies rows of {types} and weights of {types[0]}, not "
+            f"{rows.dtype} and {weight.dtype}"
         )
     if dtype not in chosen.results:
         raise ValueError(f"products of recipe {recipe!r} are {[*chosen.results]}, not {dtype}")
@@ -192,12 +199,7 @@ def _check_scales(
     chosen: ProductFormat,
     weight: tuple[int, int, int],
 ) -> None:
-    experts, width, columns = weight
-    of_row, of_weight = [], [experts, columns]
-    if chosen.row_block is not None:
-        deep, wide = chosen.weight_block
-        of_row = [blocks_along(width, chosen.row_block)]
-        of_weight = [experts, blocks_along(width, deep), blocks_along(columns, wide)]
+    of_row, of_weight = chosen.row_scales(weight[1]), chosen.weight_scales(*weight)
     found = [*row_scales.shape[1:]], [*weight_scales.shape]
     if found != (of_row, of_weight) or {row_scales.dtype, weight_scales.dtype} != {chosen.scale}:
         raise ValueError(
@@ -300,23 +302,20 @@ def _fake_quantize_rows(
     rows: torch.Tensor, recipe: str, element: str = "e4m3"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_floating(rows, "a matrix of rows", 2)
-    chosen = format_of(recipe)
-    of_row = []
-    if chosen.row_block is not None:
-        of_row = [blocks_along(int(rows.shape[1]), chosen.row_block)]
-    payload = rows.new_empty(rows.shape, dtype=element_of(chosen, element).dtype)
-    return payload, rows.new_empty((rows.shape[0], *of_row), dtype=chosen.scale)
+    chosen, width = format_of(recipe), int(rows.shape[1])
+    of = element_of(chosen, element)
+    payload = rows.new_empty((rows.shape[0], blocks_along(width, of.per_byte)), dtype=of.dtype)
+    of_rows = (rows.shape[0], *chosen.row_scales(width))
+    return payload, rows.new_empty(of_rows, dtype=chosen.scale)
 
 
 def _fake_quantize_weight(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
     _check_floating(weight, "a weight", 3)
     experts, width, columns = (int(size) for size in weight.shape)
     chosen = format_of(recipe)
-    deep, wide = chosen.weight_block
-    of_weight = [experts, columns]
-    if deep is not None:
-        of_weight = [experts, blocks_along(width, deep), blocks_along(columns, wide)]
-    payload = weight.new_empty((experts, columns, width), dtype=ELEMENTS["e4m3"].dtype)
+    of, of_weight = weight_element(chosen), chosen.weight_scales(experts, width, columns)
+    across = (experts, columns, blocks_along(width, of.per_byte))
+    payload = weight.new_empty(across, dtype=of.dtype)
     return payload.transpose(1, 2), weight.new_empty(of_weight, dtype=chosen.scale)
 
 

@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
+BLACKWELL = GPUTarget("cuda", 100, 32)
 MOST_REGISTERS = 64
 """Lets 1024 threads live on a multiprocessor of 65536 registers: half of all it can hold."""
 THREADS = 128
@@ -34,8 +35,8 @@ class Compiled:
     ptx: str
 
 
-def compile_for_hopper(kernel, pointers, constants, **options):
-    """Compile as for tensors whose addresses 16 divides."""
+def compile_for_hopper(kernel, pointers, constants, *, target=HOPPER, **options):
+    """Compile as for tensors whose addresses 16 divides; `target` may name another GPU."""
     names = kernel.arg_names
     numbers = dict.fromkeys({"num_rows", "num_sources"} & {*names}, "i32")
     signature = {name: pointers.get(name, "constexpr") for name in names} | numbers
@@ -52,7 +53,7 @@ def compile_for_hopper(kernel, pointers, constants, **options):
             {(names.index(name),): value for name, value in constants.items()},
             {place: [["tt.divisibility", 16]] for place in aligned},
         ),
-        target=HOPPER,
+        target=target,
         options={"num_warps": THREADS // 32} | options,
     )
     ptx = compiled.asm["ptx"]

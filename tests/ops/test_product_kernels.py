@@ -12,10 +12,16 @@ from moe_compile.ops.kernels import (
     product_operands,
     weight_gradient,
 )
-from moe_compile.ops.product_formats import ELEMENTS
+from moe_compile.ops.product_formats import ELEMENTS, FORMATS, refusal
 from moe_compile.ops.scaled_products import QUANTIZE_ROWS, QUANTIZE_WEIGHT, SCALED_GROUPED_MM
 from moe_compile.ops.wire_format import BLOCK, num_blocks, row_bytes
-from tests.ops.hopper_code import MOST_REGISTERS, THREADS, compile_for_hopper
+from tests.ops.hopper_code import (
+    BLACKWELL,
+    HOPPER,
+    MOST_REGISTERS,
+    THREADS,
+    compile_for_hopper,
+)
 from tests.ops.kernel_values import hold
 from tests.ops.product_values import PROPERTIES
 
@@ -60,7 +66,9 @@ def test_torch_takes_the_operands_of_recipe_rowwise():
         assert found.shape == (7, 160)
 
 
-def compile_product(width, *, columns=2048, experts=32, element="fp8e4nv", dtype="bf16"):
+def compile_product(
+    width, *, columns=2048, experts=32, element="fp8e4nv", dtype="bf16", target=HOPPER
+):
     pointers = {
         "rows": f"*{element}", "row_scales": "*fp32", "weight": "*fp8e4nv",
         "weight_scales": "*fp32", "ends": "*i32", "products": f"*{dtype}",
@@ -71,7 +79,7 @@ def compile_product(width, *, columns=2048, experts=32, element="fp8e4nv", dtype
     }  # fmt: skip
     return compile_for_hopper(
         grouped_product.grouped_product_kernel, pointers, constants,
-        num_warps=grouped_product.NUM_WARPS, num_stages=grouped_product.NUM_STAGES,
+        num_warps=grouped_product.NUM_WARPS, num_stages=grouped_product.NUM_STAGES, target=target,
     )  # fmt: skip
 
 
@@ -91,6 +99,14 @@ def test_products_run_on_tensor_cores_without_spills(width, element, ptx, dtype)
     assert "mma.sync" not in found.ptx
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]+\], \[[^]]+\], (0x10|16)", found.ptx)
     assert len(copies) == stages // threads // 16  # all operands, 16 bytes at a time
+
+
+def test_recipe_blockwise_runs_on_tensor_cores_of_the_gpu_that_others_are_for():
+    """A GPU that is refused mxfp8 and nvfp4, for want of kernels, is told to write it."""
+    assert refusal(FORMATS["blockwise"], (10, 0)) is None
+    found = compile_product(2048, target=BLACKWELL)
+    assert found.stack == 0 and found.shared <= SHARED
+    assert re.search(r"tcgen05\.mma\S*kind::f8f6f4", found.ptx) and "mma.sync" not in found.ptx
 
 
 def test_each_block_is_added_up_outside_of_the_tensor_cores():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_compile.ops.product_formats import FORMATS, refusal
+from moe_compile.ops.product_formats import ELEMENTS, FORMATS, refusal
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE
 from moe_compile.ops.scaled_products import (
     GROUPED_MM_FP8,
@@ -18,6 +18,8 @@ from moe_compile.ops.scaled_products import (
 from moe_compile.ops.wire_format import AMAX_MIN, BLOCK, num_blocks
 
 RECIPES = pytest.mark.parametrize("recipe", FORMATS)
+IN_EIGHT_BITS = pytest.mark.parametrize("recipe", [name for name in FORMATS if name != "nvfp4"])
+"""test_four_bits.py has what four bits are."""
 WIDTHS = st.integers(1, 300) | st.sampled_from([128, 256, 512])
 E4M3 = torch.float8_e4m3fn
 FORMATS_OF_THREE = ("e4m3", "e4m3", "bf16")
@@ -47,8 +49,13 @@ def in_groups(offs):
         start = end
 
 
-def operands(rows, weight, recipe, element="e4m3"):
-    return (*QUANTIZE_ROWS(rows, recipe, element), *QUANTIZE_WEIGHT(weight, recipe))
+def operands(rows, weight, recipe):
+    return (*QUANTIZE_ROWS(rows, recipe, first(recipe)), *QUANTIZE_WEIGHT(weight, recipe))
+
+
+def first(recipe):
+    """The element type of its weights."""
+    return FORMATS[recipe].elements[0]
 
 
 def product(rows, weight, offs, recipe, dtype=torch.bfloat16):
@@ -124,6 +131,8 @@ def test_scales_of_mxfp8_are_the_least_powers_of_two_that_cut_nothing():
         ("blockwise", (8, 9), "compute capability 9.0, and this GPU has 8.9: no recipe runs"),
         ("mxfp8", (9, 0), "10.0, and this GPU has 9.0: write rowwise or blockwise"),
         ("mxfp8", (10, 0), "no kernel for products of recipe 'mxfp8' yet: write rowwise or"),
+        ("nvfp4", (9, 0), "'nvfp4' need the tensor cores of compute capability 10.0, and this GPU"),
+        ("nvfp4", (10, 0), "no kernel for products of recipe 'nvfp4' yet: write rowwise or"),
     ],
 )
 def test_a_gpu_that_does_not_multiply_a_format_is_told_why(recipe, capability, says):
@@ -136,7 +145,10 @@ def test_a_weights_payload_runs_along_what_is_summed(recipe):
     weight = drawn(2, 160, 288)
     for one in (weight, weight.transpose(1, 2)):
         payload, _ = QUANTIZE_WEIGHT(one, recipe)
-        assert payload.shape == one.shape and payload.transpose(1, 2).is_contiguous()
+        experts, width, columns = one.shape
+        in_bytes = width // ELEMENTS[first(recipe)].per_byte
+        assert payload.shape == (experts, in_bytes, columns)
+        assert payload.transpose(1, 2).is_contiguous()
 
 
 def test_squares_serve_both_directions():
@@ -147,7 +159,7 @@ def test_squares_serve_both_directions():
     assert torch.equal(their_scales, scales.transpose(1, 2))
 
 
-@RECIPES
+@IN_EIGHT_BITS
 @pytest.mark.parametrize("counts", [(0, 1, 129, 0), (5, 0, 0, 3), (0, 0, 0, 0)])
 def test_products_are_those_of_the_dequantised_operands(recipe, counts):
     """To products in float64: float32 adds up 288 numbers, and the result is rounded once."""
@@ -192,7 +204,7 @@ def test_what_is_not_finite_stays_in_its_block(bad):
     assert torch.equal(found[2:, :BLOCK], clean[2:, :BLOCK])
 
 
-@RECIPES
+@IN_EIGHT_BITS
 def test_zeros_have_a_scale_and_their_product_is_zero(recipe):
     rows, weight, offs = drawn(4, 256), drawn(2, 256, 256), ends(2, 2)
     rows[1], weight[1] = 0, 0
@@ -204,6 +216,10 @@ def test_zeros_have_a_scale_and_their_product_is_zero(recipe):
     if recipe == "blockwise":  # a message of zeros has scales of zero
         none = (payload, 0 * row_scales, by, by_scales)
         assert not SCALED_GROUPED_MM(*none, offs, recipe, torch.bfloat16).any()
+
+
+FAR = {"e4m3": 0.05, "e5m2": 0.07, "e2m1": 0.2}
+"""Most that a product of normal numbers is off by, as a share of its norm."""
 
 
 def as_torchs(rows, weight, offs):
@@ -230,11 +246,11 @@ def test_gradients_are_near_those_of_torchs_product(recipe, by_column, gradient)
     assert torch.equal(found, product(rows.detach(), weight.detach(), offs, recipe))
     assert torch.equal(ours[1], theirs[1]) and ours[1].stride() == theirs[1].stride()
     shares = [far(found, plain), far(ours[0], theirs[0])]
-    assert 0 < shares[0] < 0.05
+    assert 0 < shares[0] < FAR[first(recipe)]
     if gradient == "bf16":
         assert torch.equal(ours[0], theirs[0])
     else:
-        assert 0 < shares[1] < (0.05 if gradient == "e4m3" else 0.07)
+        assert 0 < shares[1] < FAR[gradient]
         back = weight.detach().transpose(1, 2)
         by = (*QUANTIZE_ROWS(into, recipe, gradient), *QUANTIZE_WEIGHT(back, recipe))
         assert torch.equal(ours[0], SCALED_GROUPED_MM(*by, offs, recipe, torch.bfloat16))
@@ -268,7 +284,9 @@ def test_a_program_with_any_number_of_rows_compiles_whole(recipe):
 
     def layer(x, keep, weight, offs):
         rows = x[keep.nonzero().squeeze(1)]
-        return GROUPED_MM_FP8(rows, weight, offs, recipe, *FORMATS_OF_THREE).sum()
+        return GROUPED_MM_FP8(
+            rows, weight, offs, recipe, first(recipe), *FORMATS_OF_THREE[1:]
+        ).sum()
 
     kept, weight, offs = [], drawn(2, 32, 64).requires_grad_(), ends(2, 3)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -290,8 +308,8 @@ def samples():
     for recipe in FORMATS:
         by = operands(rows, weight, recipe)
         for_all += [
-            (QUANTIZE_ROWS, (rows, recipe)),
-            (QUANTIZE_ROWS, (rows[:0], recipe)),
+            (QUANTIZE_ROWS, (rows, recipe, first(recipe))),
+            (QUANTIZE_ROWS, (rows[:0], recipe, first(recipe))),
             (QUANTIZE_WEIGHT, (weight, recipe)),
             (QUANTIZE_WEIGHT, (weight.transpose(1, 2), recipe)),
             (SCALED_GROUPED_MM, (*by, offs, recipe, torch.bfloat16)),
@@ -331,6 +349,7 @@ BF16 = torch.bfloat16
         (QUANTIZE_ROWS, (ROWS.long(), "rowwise"), "bfloat16, float16 or float32"),
         (QUANTIZE_ROWS, (ROWS[0], "rowwise"), "2 dimensions"),
         (QUANTIZE_ROWS, (ROWS, "rowwise", "e5m2"), "rows of recipe 'rowwise' are e4m3"),
+        (QUANTIZE_ROWS, (ROWS, "nvfp4"), "rows of recipe 'nvfp4' are e2m1, not 'e4m3'"),
         (QUANTIZE_WEIGHT, (ROWS, "rowwise"), "3 dimensions"),
         (SCALED_GROUPED_MM, (*BY, ENDS.long(), "blockwise", BF16), r"int32 \[2\]"),
         (SCALED_GROUPED_MM, (*BY, ENDS[:1], "blockwise", BF16), r"int32 \[2\]"),

@@ -1,0 +1,1 @@
+"""What a model learns where rows travel, or experts compute, in eight bits."""
