@@ -122,7 +122,7 @@ def _form(one: PlannedExperts) -> _Form:
     if one.even is not None:
         even = emit_even(one.even)
         instead = {region.result: even.result}
-        return _Form((even.dispatch,), (even.combine,), instead, even.overflow)
+        return _Form(even.dispatches, even.combines, instead, even.overflow)
     if one.gathered is not None:
         gathered = emit_gathered(one.gathered, effects, _rank_in(region.group))
         instead = {**gathered.instead, one.gathered.found.sums.total: gathered.result}

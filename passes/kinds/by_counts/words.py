@@ -159,10 +159,13 @@ def room_remarks(one: PlannedExperts) -> list[str]:
     if not one.plan.room:
         return []
     rows = known_rows(one.found.region.rows)
-    return [
+    said = (
         f"the host reads nothing: {one.plan.room} rows have room from each rank to each, of "
         f"{rows} rows that a rank has in all"
-    ]
+    )
+    if one.even is not None and one.plan.is_chunked:
+        said += f"; in slices of {one.even.slice_room}, one for each chunk"
+    return [said]
 
 
 def node_remarks(one: PlannedExperts) -> list[str]:
