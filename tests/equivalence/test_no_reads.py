@@ -102,7 +102,7 @@ def test_chunks_with_room_have_the_bits_of_the_chunks_with_reads(two_ranks, styl
         assert {(NO_READS, 0, num), (CHUNKED, 1, num)} <= {*verdicts}
 
 
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("num", slow_but([1], [1, 2]))
 def test_ranks_agree_on_steps_whose_rows_have_no_room_and_run_them_again(two_ranks, num):
     """Values of the other steps are the program's; of these, once they ran again."""
     ranks = two_ranks.run(with_room, PaddedGroups, 1.05, range(8), **in_chunks(num))
@@ -140,7 +140,7 @@ def poisoned(rank, num):
     return wrong, filled
 
 
-@pytest.mark.parametrize("num", [1, 2, 4])
+@pytest.mark.parametrize("num", slow_but([1, 2], [1, 2, 4]))
 def test_padding_is_never_read_nor_its_gradient(mirrored_ranks, num):
     for wrong, filled in mirrored_ranks.run(poisoned, num):
         assert filled == [True] * 4 * num  # dispatch, combine, and their gradients
