@@ -21,6 +21,7 @@ from moe_compile.graph.query import (
 )
 from moe_compile.ops.room_rows import MOVE_ROWS
 from moe_compile.regions.token_regions import EvenForm
+from moe_compile.report.region_reports import NO_READS
 from passes.replay.even_rows import room_of
 from tests.capture import dynamo_graphs
 from tests.padded_layers import Checkpointed, PaddedGroups, TwoLayers
@@ -59,7 +60,11 @@ def test_a_chunk_has_a_slice_of_the_room_and_is_launched_before_the_experts(
     fake_ranks, factor, num, room
 ):
     """32 or 41 rows in slices, with up to one row more for each of 4 experts and each cut."""
-    gm, *_ = rewritten(PaddedGroups, fake_ranks, row_room=factor, chunks=num, chunk_by="tokens")
+    asked = {"row_room": factor, "chunks": num, "chunk_by": "tokens"}
+    gm, _, _, compilation = rewritten(PaddedGroups, fake_ranks, **asked)
+    (report,) = compilation.regions
+    assert (report.verdict, report.num_chunks) == (NO_READS, num)
+    assert any(f"in slices of {room}, one for each chunk" in said for said in report.remarks)
     launches = exchanges_of_rows(gm.graph)
     assert [input_splits(n) for n in launches] == [[room, room]] * 2 * num
     order = [n for n in gm.graph.nodes if n in launches or n.target is torch._grouped_mm]

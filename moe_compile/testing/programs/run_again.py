@@ -72,6 +72,7 @@ class _State:
     gradients: list[tuple[torch.Tensor, torch.Tensor | None]]
     integers: list[tuple[nn.Module, dict[str, Any]]]
     random: torch.Tensor
+    random_of_gpu: torch.Tensor | None
 
     @staticmethod
     def of(program: nn.Module, x: torch.Tensor) -> _State:
@@ -83,7 +84,8 @@ class _State:
             (module, {name: value for name, value in vars(module).items() if type(value) is int})
             for module in program.modules()
         ]
-        return _State(program, tensors, grads, kept, torch.get_rng_state())
+        of_gpu = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+        return _State(program, tensors, grads, kept, torch.get_rng_state(), of_gpu)
 
     def put_back(self) -> None:
         with torch.no_grad():
@@ -94,3 +96,5 @@ class _State:
         for module, integers in self.integers:
             vars(module).update(integers)
         torch.set_rng_state(self.random)
+        if self.random_of_gpu is not None:
+            torch.cuda.set_rng_state(self.random_of_gpu, self.tensors[0][0].device)

@@ -90,6 +90,11 @@ FOLLOWED: Final = frozenset(
 )  # fmt: skip
 """Readers that the plainer programs may have."""
 
+ROW_BY_ROW: Final = frozenset(
+    {Detail.TIED, Detail.COLUMN_CAT, Detail.NAMED, Detail.IN_PLACE, Detail.CHECKPOINT}
+)
+"""Details that are followed with rows behind those of the counts."""
+
 SORTS: Final = frozenset({Order.ARGSORT, Order.SORT})
 """Orders that passes follow whichever way rows are put back."""
 
@@ -127,7 +132,13 @@ def _found_on_the_device(program: Program) -> Program:
     The number of rows is known when compiling, and equal on all ranks.
     """
     layers = tuple(
-        replace(a, style=Style.PADDED, padding=Padding.NONE, counts=Counts.FUNCTIONAL)
+        replace(
+            a,
+            style=Style.PADDED,
+            padding=Padding.NONE,
+            counts=Counts.FUNCTIONAL,
+            details=a.details & ROW_BY_ROW,
+        )
         if isinstance(a, Experts)
         else a
         for a in map(_plainer, program.layers)
