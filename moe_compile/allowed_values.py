@@ -60,8 +60,7 @@ def check_apply_scores(apply_scores: str, dispatch: str, nodes: str) -> None:
             )
 
 
-ONE_PIECE: Final[Mapping[str, tuple[object, ...]]] = {
-    "chunks": (1, "auto"),
+WITHOUT_READS: Final[Mapping[str, tuple[object, ...]]] = {
     "dispatch": ("all_to_all", "auto"),
     "nodes": ("off", "auto"),
     "dispatch_wire": ("same", "auto"),
@@ -73,13 +72,24 @@ ONE_PIECE: Final[Mapping[str, tuple[object, ...]]] = {
 """Values of other options with which the host can do without reads."""
 
 
-def check_one_piece(host_reads: str, others: Mapping[str, object]) -> None:
-    """Raise InvalidConfig where `others` ask for rows that travel in another way, and no reads."""
-    for name, value in others.items() if host_reads == "none" else ():
-        if value not in ONE_PIECE[name]:
+def check_without_reads(
+    host_reads: str, chunks: object, chunk_by: str, others: Mapping[str, object]
+) -> None:
+    """Raise InvalidConfig where other options ask for rows that travel in another way, and no
+    reads."""
+    if host_reads != "none":
+        return
+    if chunks not in (1, "auto") and chunk_by != "tokens":
+        raise InvalidConfig(
+            f'megamoe.host_reads is "none", with chunks = {chunks!r}; without a read a chunk has a '
+            'share of the rows of every expert: write chunk_by = "tokens" beside it, or leave out '
+            "chunks, or host_reads"
+        )
+    for name, value in others.items():
+        if value not in WITHOUT_READS[name]:
             raise InvalidConfig(
-                f'megamoe.host_reads is "none", with {name} = {value!r}; rows then travel in one '
-                f"piece, by a plain all-to-all: leave out {name}, or host_reads"
+                f'megamoe.host_reads is "none", with {name} = {value!r}; rows then travel by plain '
+                f"all-to-alls, in the model's number format: leave out {name}, or host_reads"
             )
 
 

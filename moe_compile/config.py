@@ -14,8 +14,8 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from moe_compile.allowed_values import (
     AMOUNTS,
-    ONE_PIECE,
     PRODUCTS,
+    WITHOUT_READS,
     check_amount,
     check_apply_scores,
     check_budget,
@@ -23,7 +23,7 @@ from moe_compile.allowed_values import (
     check_chunk_by,
     check_fp8_products,
     check_number,
-    check_one_piece,
+    check_without_reads,
 )
 from moe_compile.errors import InvalidConfig, nearest
 
@@ -168,8 +168,8 @@ class MegaMoEConfig:
     room for `row_room` times an even share. Where a step's rows have no room on some rank, all
     ranks run that step again with reads, before any weight moves, so that no bit changes. It needs
     `equal_tokens` and experts that find their rows on the device, as torchtitan's grouped GEMMs do;
-    a region that is none of these has its read, and the report says why. Regions run in one chunk,
-    by plain all-to-alls."""
+    a region that is none of these has its read, and the report says why. Rows travel by plain
+    all-to-alls, and chunks are of tokens (`chunk_by`)."""
     row_room: float = 1.5
     """For `host_reads` = "none": the room for the rows from one rank to one rank, as a factor of
     an even share of a rank's rows. Every exchange sends that many, padding included."""
@@ -254,7 +254,8 @@ class MegaMoEConfig:
         check_chunk_by(self.chunk_by, self.hop_slices, self.chunk_edges)
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        check_one_piece(self.host_reads, {name: getattr(self, name) for name in ONE_PIECE})
+        others = {name: getattr(self, name) for name in WITHOUT_READS}
+        check_without_reads(self.host_reads, self.chunks, self.chunk_by, others)
         for name in AMOUNTS:
             check_amount(name, getattr(self, name))
         check_budget(self.activation_budget, self.recompute)

@@ -60,6 +60,7 @@ EVEN: Final = ((8, 8),)
 GROUPED: Final = Experts(local=4, top_k=2, style=Style.GROUPED)
 LOOP: Final = Experts(local=4, top_k=2)
 ONE: Final = Program(layers=(GROUPED,), tokens=UNEVEN)
+PADDED: Final = Program(layers=(replace(GROUPED, style=Style.PADDED),), tokens=EVEN)
 LOOPED: Final = Program(layers=(LOOP,), tokens=UNEVEN)
 CHECKPOINTED: Final = replace(ONE, wrapping=Wrapping.CHECKPOINT)
 
@@ -103,6 +104,9 @@ PROGRAMS: Final[Mapping[str, Program]] = {
     "recompute: the model's": replace(CHECKPOINTED, rewrite=Rewrite.MODEL_RECOMPUTE),
     "dispatch in eight bits": replace(ONE, rewrite=Rewrite.FP8),
     "tokens gathered": replace(ONE, tokens=EVEN, rewrite=Rewrite.GATHERED),
+    "no host reads": replace(PADDED, tokens=EVEN * 2, rewrite=Rewrite.NO_READS),
+    "no host reads, steps again": replace(PADDED, rewrite=Rewrite.NO_READS, row_room=0.5),
+    "no host reads, in chunks": replace(PADDED, rewrite=Rewrite.NO_READS_IN_CHUNKS),
     "attention by heads": Program(layers=(Attention(),), tokens=EVEN),
     "two parts of the batch": replace(LOOPED, tokens=EVEN, rewrite=Rewrite.PARTS),
     "three parts of the batch": replace(LOOPED, tokens=((9, 9),), rewrite=Rewrite.THREE_PARTS),

@@ -16,6 +16,9 @@ ORDER_KERNELS: Final = 9.25
 """Kernels that find each row's place by chunk and back, and gather the integers the host reads
 (passes/replay/row_order.py, chunk_axis.py). Counted in the graphs that the rewrites emit, as
 `cost/amounts.py` counts kernels; tests hold it against such graphs."""
+ROOM_KERNELS: Final = 10.25
+"""Kernels that find the slots of a chunk's rows in a buffer with room (ops/room_rows.py). Counted
+as `ORDER_KERNELS` are."""
 
 
 def attention_operations(

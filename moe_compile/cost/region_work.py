@@ -59,6 +59,20 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """The buffers in which rows travel where the host reads no counts."""
+
+    share: float
+    """Slots of a rank's buffer over its rows, in one chunk."""
+    rounded: float
+    """The same of the slots that each chunk more adds, as its shares of counts are rounded up."""
+
+    def of_chunks(self, num_chunks: int) -> float:
+        """Return the slots of all chunks over the rows."""
+        return self.share + self.rounded * (num_chunks - 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RegionWork:
     """All work around one region; each comes after the work it needs."""
 
@@ -80,6 +94,8 @@ class RegionWork:
     imbalance: float = 1.0
     """Rows that the busiest rank receives over the mean rank's; work in the region takes so much
     longer."""
+    room: Room | None = None
+    """The buffers that rows travel in; None where exchanges carry rows alone."""
     gathered: RegionWork | None = None
     """The work with tokens gathered instead; its parts are tokens. None where it cannot be done."""
     gather_is_bitwise: bool = False
@@ -95,6 +111,12 @@ class RegionWork:
         if self.gathered is None:
             raise ValueError("tokens of this region cannot be gathered")
         return self.gathered
+
+    def slots_per_row(self, exchange: str, num_chunks: int) -> float:
+        """Return the rows that an exchange sends, padding included, over those that it brings."""
+        if self.room is None or exchange not in ("dispatch", "combine"):
+            return 1.0
+        return self.room.of_chunks(num_chunks)
 
     @property
     def phases(self) -> tuple[tuple[Work, ...], ...]:

@@ -3,11 +3,13 @@
 Contract
     A buffer has `room` slots for each rank, one rank after another: the first ones hold its rows,
     the others padding. Rows over the room have no slot, and padding has no row: their index is -1.
+    Rows may be divided into chunks, each with a buffer of its own; buffers lie one behind another.
     `move_rows` reads no row that no index names, and the gradient of no place that has none.
 
 Worked example: a rank sends 2 and 3 rows to two ranks, with room for 2. Slots of its rows are
 [0, 1, 2, 3, -1]; rows of the slots are [0, 1, 2, 3]. With room for 3 they are [0, 1, 3, 4, 5] and
-[0, 1, -1, 2, 3, 4].
+[0, 1, -1, 2, 3, 4]. In two chunks, of 1 and 1, and of 1 and 2 rows, with room for 2, slots are
+[0, 4, 2, 6, 7] and rows are [0, -1, 2, -1, 1, -1, 3, 4].
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from moe_compile.ops.permute import LIBRARY
 
 LIBRARY.define("move_rows(Tensor rows, Tensor source, Tensor target) -> Tensor")
-LIBRARY.define("room_index(Tensor counts, int room, int num_rows) -> (Tensor, Tensor)")
+LIBRARY.define("room_index(Tensor runs, int room, int num_rows) -> (Tensor, Tensor)")
 LIBRARY.define("counts_within(Tensor counts, int room) -> Tensor")
 
 
@@ -45,19 +47,37 @@ def move_rows(rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) ->
     return _MoveRows.apply(rows, source, target)
 
 
-def room_index(counts: torch.Tensor, room: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slot of each row, `[num_rows]`, and the row of each slot, `[ranks * room]`.
+def room_index(runs: torch.Tensor, room: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slot of each row, `[num_rows]`, and the row of each slot.
 
-    `counts` `[ranks]` are the rows of each rank, which lie one rank after another.
+    `runs` `[ranks, experts, chunks]` are the lengths of the runs that the rows lie in, in this
+    order. There are `chunks * ranks * room` slots, those of a chunk for a rank side by side.
     """
-    ends = torch.cumsum(counts, 0)
-    starts, kept = ends - counts, counts.clamp(max=room)
-    rows = torch.arange(num_rows, device=counts.device)
-    rank = torch.searchsorted(ends, rows, right=True).clamp(max=counts.shape[0] - 1)
-    within = rows - starts[rank]
-    slots = torch.where(within < kept[rank], rank * room + within, -1)
-    place = torch.arange(room, device=counts.device)
-    return slots, torch.where(place < kept[:, None], starts[:, None] + place, -1).reshape(-1)
+    num_ranks, num_experts, num_chunks = runs.shape
+    within = (torch.cumsum(runs, 1) - runs).reshape(-1)
+    ends = torch.cumsum(runs.reshape(-1), 0)
+    starts = ends - runs.reshape(-1)
+    rows = torch.arange(num_rows, device=runs.device)
+    run = torch.searchsorted(ends, rows, right=True).clamp(max=ends.shape[0] - 1)
+    place = within[run] + rows - starts[run]
+    part = run % num_chunks * num_ranks + run // (num_experts * num_chunks)
+    slots = torch.where((place < room) & (rows < ends[-1]), part * room + place, -1)
+    by_part = runs.permute(2, 0, 1).reshape(-1, num_experts)
+    return slots, _rows_of_slots(by_part, starts.view_as(runs), room, num_rows)
+
+
+def _rows_of_slots(
+    counts: torch.Tensor, starts: torch.Tensor, room: int, num_rows: int
+) -> torch.Tensor:
+    """Return the row of each slot; `counts` `[parts, experts]` are of each chunk and rank."""
+    num_parts, num_experts = counts.shape
+    ends = torch.cumsum(counts, 1)
+    shifts = starts.permute(2, 0, 1).reshape(-1, num_experts) - ends + counts
+    place = torch.arange(room, device=counts.device).expand(num_parts, room).contiguous()
+    found = torch.searchsorted(ends, place, right=True).clamp(max=num_experts - 1)
+    rows = place + shifts.gather(1, found)
+    is_row = (place < ends[:, -1:]) & (rows < num_rows)
+    return torch.where(is_row, rows, -1).reshape(-1)
 
 
 def counts_within(counts: torch.Tensor, room: int) -> torch.Tensor:

@@ -277,6 +277,7 @@ def _busy(
         return {s: sum(t.us for t in made.tasks if t.stream == s) for s in STREAMS}
     if one.exchange:
         share = candidate.wire_share(work, one.exchange, is_forward=is_forward)
+        share *= work.slots_per_row(one.exchange, candidate.num_chunks)
         sent = one.link_bytes * rows * share
         link_us = rates.link_us(sent, is_gather=one.is_gather)
         return {COMPUTE: rates.op_overhead_us, LINK: link_us}

@@ -16,7 +16,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.hop_shape import HopShape
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
-from moe_compile.cost.region_work import RegionWork
+from moe_compile.cost.region_work import RegionWork, Room
 from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.reasons import Left
@@ -65,11 +65,13 @@ def decide_experts(
     gathering: Gathering | None = None,
     two_hops: TwoHops | None = None,
     never_packed: frozenset[str] = frozenset(),
+    room: Room | None = None,
 ) -> Decision | None:
     """Return the decision for a MoE region in its `layer`, or in all of its graph.
 
     Without `gathering` its tokens cannot be gathered, without `two_hops` not sent in two hops;
-    `never_packed` are those of `dispatch` and `combine` whose rows must not be rounded.
+    `never_packed` are those of `dispatch` and `combine` whose rows must not be rounded. With `room`
+    rows travel in such buffers, in chunks of tokens.
     """
     if not asks_planner(config, can_gather=gathering is not None, can_hop=two_hops is not None):
         return None
@@ -78,7 +80,7 @@ def decide_experts(
     work = work_of_experts(found.region, found.proof, hardware, layer)
     if work is None:
         return None
-    work = replace(work, never_packed=never_packed)
+    work = replace(work, never_packed=never_packed, room=room)
     if gathering is not None:
         two_hops = two_hops if config.nodes == "auto" else None
         is_bitwise = gathering.rounding.is_bitwise
@@ -90,7 +92,8 @@ def decide_experts(
         work = replace(work, hops=two_hops.shape, weighted=two_hops.weighted)
     may_split = not found.proof.whole
     rule = experts_rule(config, work, rounding, two_hops, may_split_rows=may_split)
-    return choose(work, ("experts", "tokens"), rule, config, hardware)
+    axes = ("experts", "tokens") if room is None else ("tokens",)
+    return choose(work, axes, rule, config, hardware)
 
 
 def asks_planner(config: MegaMoEConfig, *, can_gather: bool, can_hop: bool = False) -> bool:

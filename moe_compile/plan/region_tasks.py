@@ -23,6 +23,7 @@ Pseudo-code
     a launch is an operator on the compute stream
     an exchange in eight bits: packed before, unpacked after; gathers of rows are done on the way,
     and chunks that are read as a whole are unpacked once they are joined
+    an exchange with room: its buffer filled before, its rows taken out after
     an exchange in two hops: the tasks of `cost/hop_tasks.py`, in its parts, each hop on its link
     chunks are equal unless their loads are stated: rows, sent rows and weights of each
 """
@@ -35,7 +36,7 @@ from typing import Final
 
 from moe_compile.cost.hop_shape import MOVED, HopShape
 from moe_compile.cost.hop_tasks import HopTasks
-from moe_compile.cost.kernel_counts import ORDER_KERNELS
+from moe_compile.cost.kernel_counts import ORDER_KERNELS, ROOM_KERNELS
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.tasks import (
@@ -209,7 +210,8 @@ class _Phase:
     def _sorts_rows(self) -> bool:
         """Whether chunks are of exchanged rows; gathered tokens and heads come in slices."""
         one = self.candidate
-        return one.num_chunks > 1 and not self.region.in_slices and one.dispatch == "all_to_all"
+        is_flat = one.dispatch == "all_to_all" and self.region.room is None
+        return one.num_chunks > 1 and not self.region.in_slices and is_flat
 
     def _moving_us(self, nbytes: float, num_times: int) -> float:
         return self.rates.memory_us(MOVED * nbytes * num_times, num_times)
@@ -348,6 +350,8 @@ class _Phase:
 
     def _add_exchange(self, index: int, needs: list[int], share: float) -> int:
         work = self.work[index]
+        if self.region.room is not None and work.exchange in ("dispatch", "combine"):
+            return self._add_with_room(work, needs, share)
         smaller, rows = self._share_of(work), work.link_bytes * share
         is_packed = smaller < 1.0
         if is_packed:
@@ -361,6 +365,18 @@ class _Phase:
         written = 0.0 if index in self.folds.permuted else rows
         unpack_us = self.rates.memory_us(written + rows * smaller)
         return self.made.add("unpack", unpack_us, [done])
+
+    def _add_with_room(self, work: Work, needs: list[int], share: float) -> int:
+        """Add an exchange of buffers: rows are moved into theirs, and out of the one that came."""
+        rows = work.link_bytes * share
+        slots = rows * self.region.slots_per_row(work.exchange, self.candidate.num_chunks)
+        is_indexed = self._is_forward and work.exchange == "dispatch"
+        index_us = self.rates.memory_us(0.0, ROOM_KERNELS if is_indexed else 0.0)
+        move_us = self.rates.memory_us((rows + slots) / leaving_share(self.region.num_ranks))
+        filled = self.made.add("fill", index_us + move_us, needs)
+        launch = self.made.add("launch", self.rates.op_overhead_us, [filled])
+        done = self.made.add(work.name, self.rates.link_us(slots), [launch], LINK)
+        return self.made.add("take out", move_us, [done])
 
     def _rows_packed(self, index: int, rows: float) -> float:
         """Return the bytes read to pack `rows`; all are counted where a kernel sorts the rows."""

@@ -125,6 +125,17 @@ class EvenForm:
     needs: BodyNeeds
     room: int
     """Rows that one rank may send to one rank."""
+    num_chunks: int = 1
+
+    @property
+    def slice_room(self) -> int:
+        """Return the rows that one rank may send to one rank in a chunk.
+
+        A chunk's share of n rows of an expert is at most `(n + chunks - 1) / chunks`: of all
+        experts' shares as many fit as of the rows.
+        """
+        rounded = self.region.num_local_experts * (self.num_chunks - 1)
+        return (self.room + rounded) // self.num_chunks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

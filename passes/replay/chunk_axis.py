@@ -27,6 +27,7 @@ chunks of 1 and 3 experts, of 4 and 3 rows.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,14 +94,19 @@ def split_by_tokens(emit: Emitter, region: MoERegion, num_chunks: int) -> ChunkA
     """Emit each chunk's share of every count; a run is one expert's rows of one chunk."""
     inputs: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_chunks)]
     for node in (region.counts, region.received_counts):
-        ends = [_up_to(emit, node, chunk, num_chunks) for chunk in range(num_chunks + 1)]
-        for chunk, shares in enumerate(inputs):
-            shares[node] = emit.call(operator.sub, ends[chunk + 1], ends[chunk])
+        for shares, share in zip(inputs, shares_of(emit, node, num_chunks), strict=True):
+            shares[node] = share
     flat = [emit.method("reshape", shares[region.counts], -1) for shares in inputs]
     runs = emit.method("reshape", emit.call(torch.stack, flat, 1), -1)
     num_runs = num_chunks * region.num_ranks * region.num_local_experts
     ordinals = emit.call(torch.arange, num_runs, device=_device(region))
     return ChunkAxis(tuple(inputs), runs, emit.call(operator.mod, ordinals, num_chunks))
+
+
+def shares_of(emit: Emitter, counts: fx.Node, num_chunks: int) -> list[fx.Node]:
+    """Emit each chunk's share of every count."""
+    ends = [_up_to(emit, counts, chunk, num_chunks) for chunk in range(num_chunks + 1)]
+    return [emit.call(operator.sub, end, start) for start, end in itertools.pairwise(ends)]
 
 
 def _up_to(emit: Emitter, counts: fx.Node, chunk: int, num_chunks: int) -> fx.Node:

@@ -7,15 +7,24 @@ Contract
     Notes     where rows of this rank have no room, or the counts are not those of the rows: a
               number of the device that is 1. All other values may be wrong then, and are finite
               wherever the program's are.
-    Splits of both exchanges are equal and known when compiling. The experts get the rows that came
+    Splits of all exchanges are equal and known when compiling. The experts get the rows that came
     first, in the order in which an uneven exchange brings them, and padding behind them. Padding
     is read by nobody, neither on the way nor backward.
+    A chunk has a share of every expert's rows, as in chunks of tokens with reads
+    (`chunk_axis.py`), and runs the experts on the same rows as there.
+
+The room of a chunk is an equal slice of the room. Shares are rounded, for each expert by less than
+one row, so that a slice is longer than the room over the chunks by up to that: rows that have room
+in one chunk have it in several.
 
 Pseudo-code
-    slots of the rows sent = their rank's room + their place among its rows
-    rows -> slots -> even all-to-all -> rows that came, padding behind
-    the region's body on those, with the counts of rows that had room
-    rows made -> slots -> even all-to-all -> rows in the order of those sent
+    slots of the rows sent = their chunk, their rank's slice + their place among its rows there
+    rows -> slots -> an even all-to-all for each chunk, all launched first
+    for each chunk:
+        rows that came, padding behind
+        the region's body on those, with the counts of the chunk's rows that had room
+        rows made -> slots -> even all-to-all
+    what came of all chunks -> rows in the order of those sent
 """
 
 from __future__ import annotations
@@ -33,6 +42,7 @@ from moe_compile.graph.query import C10D, known_rows, tensor_of
 from moe_compile.ops.room_rows import COUNTS_WITHIN, MOVE_ROWS, ROOM_INDEX
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.token_regions import EvenForm
+from passes.replay.chunk_axis import shares_of
 from passes.replay.masked_replay import AutocastEmitter
 from passes.replay.replayed import Replay, emit_rest
 
@@ -42,8 +52,9 @@ class Even:
     """The new form of a region."""
 
     result: fx.Node
-    dispatch: fx.Node
-    combine: fx.Node
+    dispatches: tuple[fx.Node, ...]
+    combines: tuple[fx.Node, ...]
+    """Launches of each chunk's dispatch and combine, in order of chunks."""
     overflow: fx.Node
     """One int32 on the device: 1 where the values are wrong for want of room."""
 
@@ -60,35 +71,74 @@ def room_of(region: MoERegion, factor: float) -> int:
 
 def emit_even(form: EvenForm) -> Even:
     """Emit the region before its result."""
-    region, needs, room = form.region, form.needs, form.room
+    region, num = form.region, form.num_chunks
     emit = AutocastEmitter(region.result, region.facts.modes)
     num_rows = known_rows(region.rows)
     assert num_rows
     sent, came = (_by_rank(emit, region, n) for n in (region.counts, region.received_counts))
     of_ranks = emit.method("sum", sent, 1)
-    there = _Buffer.of(emit, region, of_ranks, room, num_rows)
-    launch, rows = there.travel(emit, region.rows, region)
-    within = emit.call(COUNTS_WITHIN, came, room)
-    here = _Buffer.of(emit, region, emit.method("sum", within, 1), room, region.num_ranks * room)
-    replay = Replay(range(region.num_local_experts), {})
-    replay.env |= dict.fromkeys(needs.received, here.taken_out(emit, rows))
-    replay.env |= dict.fromkeys(needs.num_rows, region.num_ranks * room)
-    replay.env[region.received_counts] = _shaped(emit, within, region.received_counts)
-    if region.counts in {i for node in needs.nodes for i in node.all_input_nodes}:
-        own = emit.call(COUNTS_WITHIN, sent, room)
-        replay.env[region.counts] = _shaped(emit, own, region.counts)
-    emit_rest(emit, needs.nodes, replay)
-    made = replay.env[region.combine.all_input_nodes[0]]
-    combine, back = here.travel(emit, made, region)
-    result = there.taken_out(emit, back)
+    chunks = [_shares(emit, counts, num) for counts in (sent, came)]
+    runs = emit.method("reshape", of_ranks, -1, 1, 1)
+    if num > 1:
+        runs = emit.call(torch.stack, chunks[0], -1)
+    there = _Buffer.of(emit, runs, form.slice_room, num_rows)
+    pieces = _pieces(emit, form, there.filled(emit, region.rows))
+    dispatches = tuple(_launch(emit, form, piece) for piece in pieces)
+    combines = tuple(
+        _experts(emit, form, launch, *counts)
+        for launch, *counts in zip(dispatches, *chunks, strict=True)
+    )
+    back = [emit.call(C10D.wait_tensor, launch) for launch in combines]
+    result = there.taken_out(emit, back[0] if num == 1 else emit.call(torch.cat, back))
     _note_rows(result, region, num_rows)
-    return Even(result, launch, combine, _overflow(emit, of_ranks, room, num_rows))
+    overflow = _overflow(emit, of_ranks, form.room, num_rows)
+    return Even(result, dispatches, combines, overflow)
 
 
 def _by_rank(emit: Emitter, region: MoERegion, counts: fx.Node) -> fx.Node:
     """Emit counts as `[ranks, experts of one]`."""
     shape = (region.num_ranks, region.num_local_experts)
     return emit.method("to", emit.method("reshape", counts, *shape), torch.int64)
+
+
+def _shares(emit: Emitter, counts: fx.Node, num_chunks: int) -> list[fx.Node]:
+    return [counts] if num_chunks == 1 else shares_of(emit, counts, num_chunks)
+
+
+def _pieces(emit: Emitter, form: EvenForm, buffer: fx.Node) -> list[fx.Node]:
+    """Emit the part of each chunk of the buffer of all."""
+    if form.num_chunks == 1:
+        return [buffer]
+    pieces = emit.call(torch.split, buffer, form.region.num_ranks * form.slice_room)
+    return [emit.call(operator.getitem, pieces, chunk) for chunk in range(form.num_chunks)]
+
+
+def _launch(emit: Emitter, form: EvenForm, buffer: fx.Node) -> fx.Node:
+    """Emit the launch of one exchange."""
+    splits = [form.slice_room] * form.region.num_ranks
+    return emit.call(C10D.all_to_all_single, buffer, splits, splits, form.region.group)
+
+
+def _experts(
+    emit: AutocastEmitter, form: EvenForm, launch: fx.Node, sent: fx.Node, came: fx.Node
+) -> fx.Node:
+    """Emit the experts on the rows of a chunk, so many sent and come; return the launch back."""
+    region, needs = form.region, form.needs
+    num_slots = region.num_ranks * form.slice_room
+    within = emit.call(COUNTS_WITHIN, came, form.slice_room)
+    of_ranks = emit.method("reshape", emit.method("sum", within, 1), -1, 1, 1)
+    here = _Buffer.of(emit, of_ranks, form.slice_room, num_slots)
+    replay = Replay(range(region.num_local_experts), {})
+    rows = here.taken_out(emit, emit.call(C10D.wait_tensor, launch))
+    replay.env |= dict.fromkeys(needs.received, rows)
+    replay.env |= dict.fromkeys(needs.num_rows, num_slots)
+    replay.env[region.received_counts] = _shaped(emit, within, region.received_counts)
+    if region.counts in {i for node in needs.nodes for i in node.all_input_nodes}:
+        own = emit.call(COUNTS_WITHIN, sent, form.slice_room)
+        replay.env[region.counts] = _shaped(emit, own, region.counts)
+    emit_rest(emit, needs.nodes, replay)
+    made = replay.env[region.combine.all_input_nodes[0]]
+    return _launch(emit, form, here.filled(emit, made))
 
 
 def _shaped(emit: Emitter, counts: fx.Node, like: fx.Node) -> fx.Node:
@@ -99,26 +149,21 @@ def _shaped(emit: Emitter, counts: fx.Node, like: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """Rows that lie one rank after another, and the buffer in which they travel."""
+    """Rows that lie in runs, and the buffer in which they travel."""
 
     slots: fx.Node
     """Slot of each row."""
     rows: fx.Node
     """Row of each slot."""
-    splits: list[int]
 
     @staticmethod
-    def of(emit: Emitter, region: MoERegion, counts: fx.Node, room: int, num_rows: int) -> _Buffer:
-        both = emit.call(ROOM_INDEX, counts, room, num_rows)
-        slots, rows = (emit.call(operator.getitem, both, i) for i in range(2))
-        return _Buffer(slots, rows, [room] * region.num_ranks)
+    def of(emit: Emitter, runs: fx.Node, room: int, num_rows: int) -> _Buffer:
+        both = emit.call(ROOM_INDEX, runs, room, num_rows)
+        return _Buffer(*(emit.call(operator.getitem, both, i) for i in range(2)))
 
-    def travel(self, emit: Emitter, rows: Any, region: MoERegion) -> tuple[fx.Node, fx.Node]:
-        """Emit the exchange of `rows`; return its launch, and the buffer that came."""
-        buffer = emit.call(MOVE_ROWS, rows, self.rows, self.slots)
-        way = (self.splits, self.splits, region.group)
-        launch = emit.call(C10D.all_to_all_single, buffer, *way)
-        return launch, emit.call(C10D.wait_tensor, launch)
+    def filled(self, emit: Emitter, rows: Any) -> fx.Node:
+        """Emit the buffer that has the rows in their slots."""
+        return emit.call(MOVE_ROWS, rows, self.rows, self.slots)
 
     def taken_out(self, emit: Emitter, buffer: fx.Node) -> fx.Node:
         """Emit the rows of a buffer that came."""

@@ -124,11 +124,12 @@ ELSEWHERE = (
     Rewrite.SCORES,  # test_apply_scores.py
     Rewrite.PRODUCTS,  # test_programs.py
     Rewrite.UNSCHEDULED, Rewrite.MODEL_RECOMPUTE, Rewrite.THREE_PARTS,  # replay as others do
+    Rewrite.NO_READS, Rewrite.NO_READS_IN_CHUNKS, Style.PADDED,  # test_programs_without_reads.py
 )  # fmt: skip
 
 PAIRED = {
     "rewrite": [rewrite for rewrite in Rewrite if rewrite not in ELSEWHERE],
-    "style": followed(Style),
+    "style": [style for style in followed(Style) if style not in ELSEWHERE],
     "order": followed(Order),
     "move": followed(Move),
     "dtype": [*FILLING],

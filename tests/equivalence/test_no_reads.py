@@ -1,4 +1,7 @@
-"""Regions without host reads: where all rows have room no bit differs, elsewhere ranks are told."""
+"""Regions without host reads: where all rows have room no bit differs, elsewhere ranks are told.
+
+In chunks, values are those of the program with reads in as many chunks of tokens.
+"""
 
 import pytest
 import torch
@@ -6,7 +9,7 @@ import torch.distributed as dist
 
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.process_report import REPORT
-from moe_compile.report.region_reports import NO_READS
+from moe_compile.report.region_reports import CHUNKED, NO_READS
 from moe_compile.runtime.rerun import RERUN
 from moe_compile.testing.mirrored_rank import MirroredGroup
 from tests.layers import FusedGateUp, GroupedExperts, LoopExperts
@@ -40,11 +43,21 @@ def compiled(style, **options):
     return torch.compile(layer, backend="megamoe", fullgraph=True, options=given), layer
 
 
-def differing(style, tokens, program, layer):
+def differing(style, tokens, program, layer, found=None):
+    """Return the names of the tensors that are not those of eager, or of the program with reads."""
     layer.zero_grad()
-    expected = step(eager := layer_of(style), eager, tokens)
-    found = step(program, layer, tokens)
+    found = step(program, layer, tokens) if found is None else found
+    if style is None:
+        layer.zero_grad()
+        with RERUN.reading():
+            expected = step(program, layer, tokens)
+    else:
+        expected = step(eager := layer_of(style), eager, tokens)
     return [name for name, value in found.items() if not torch.equal(value, expected[name])]
+
+
+def in_chunks(num):
+    return {"megamoe.chunks": num, "megamoe.chunk_by": "tokens"} if num > 1 else {}
 
 
 def serve():
@@ -58,29 +71,41 @@ def with_room(rank, style, room, seeds, **options):
     before, steps = len(REPORT.compilations), []
     with serve():
         program, layer = compiled(style, **{"megamoe.row_room": room}, **options)
+        of = None if options else style
         for seed in seeds:
             tokens = tokens_of(rank, seed)
-            wrong = differing(style, tokens, program, layer)
+            wrong = differing(of, tokens, program, layer)
             own = bool(RERUN._note)
             agreed = RERUN.agreed(torch.device("cpu"))
             with RERUN.reading():
-                again = differing(style, tokens, program, layer)
+                again = differing(of, tokens, program, layer)
             steps.append((wrong, own, agreed, again))
     RERUN.begin(is_served=False)
     found = [r for c in REPORT.compilations[before:] for r in c.regions]
-    return steps, [(r.verdict, r.num_host_reads) for r in found]
+    return steps, [(r.verdict, r.num_host_reads, r.num_chunks) for r in found]
 
 
 @pytest.mark.parametrize("style", slow_but([TwoLayers], [PaddedGroups, TwoLayers, Checkpointed]))
 def test_rows_with_room_have_the_bits_of_the_program(two_ranks, style):
     for steps, verdicts in two_ranks.run(with_room, style, 2.0, range(2)):
         assert steps == [([], False, False, [])] * 2
-        assert (NO_READS, 0) in verdicts
+        assert (NO_READS, 0, 1) in verdicts
 
 
-def test_ranks_agree_on_steps_whose_rows_have_no_room_and_run_them_again(two_ranks):
+@pytest.mark.parametrize(
+    ("style", "num"),
+    slow_but([(PaddedGroups, 3)], [(PaddedGroups, 3), (TwoLayers, 2), (Checkpointed, 4)]),
+)
+def test_chunks_with_room_have_the_bits_of_the_chunks_with_reads(two_ranks, style, num):
+    for steps, verdicts in two_ranks.run(with_room, style, 2.0, range(2), **in_chunks(num)):
+        assert steps == [([], False, False, [])] * 2
+        assert {(NO_READS, 0, num), (CHUNKED, 1, num)} <= {*verdicts}
+
+
+@pytest.mark.parametrize("num", slow_but([1], [1, 2]))
+def test_ranks_agree_on_steps_whose_rows_have_no_room_and_run_them_again(two_ranks, num):
     """Values of the other steps are the program's; of these, once they ran again."""
-    ranks = two_ranks.run(with_room, PaddedGroups, 1.05, range(8))
+    ranks = two_ranks.run(with_room, PaddedGroups, 1.05, range(8), **in_chunks(num))
     agreed = [[step[2] for step in steps] for steps, _ in ranks]
     assert agreed[0] == agreed[1] and len(set(agreed[0])) == 2
     notes = [[step[1] for step in steps] for steps, _ in ranks]
@@ -91,7 +116,7 @@ def test_ranks_agree_on_steps_whose_rows_have_no_room_and_run_them_again(two_ran
         assert all(wrong == [] for wrong, _, is_again, _ in steps if not is_again)
 
 
-def poisoned(rank):
+def poisoned(rank, num):
     """Return the tensors that differ, padding being NaN on every way; and whether there was any."""
     filled = []
 
@@ -102,21 +127,23 @@ def poisoned(rank):
         filled.append(bool(is_padding.any()))
         return torch.where(is_padding[:, None], torch.nan, sent)
 
-    given, MirroredGroup._from_others = MirroredGroup._from_others, from_others
-    try:
-        with serve():
-            program, layer = compiled(PaddedGroups, **{"megamoe.row_room": 1.9})
-            found = step(program, layer, tokens_of(rank, 0))
-    finally:
-        MirroredGroup._from_others = given
-        RERUN.begin(is_served=False)
-    expected = step(eager := layer_of(PaddedGroups), eager, tokens_of(rank, 0))
-    return [name for name in found if not torch.equal(found[name], expected[name])], filled
+    tokens = tokens_of(rank, 0)
+    with serve():
+        program, layer = compiled(PaddedGroups, **{"megamoe.row_room": 1.9}, **in_chunks(num))
+        given, MirroredGroup._from_others = MirroredGroup._from_others, from_others
+        try:
+            found = step(program, layer, tokens)
+        finally:
+            MirroredGroup._from_others = given
+        wrong = differing(PaddedGroups if num == 1 else None, tokens, program, layer, found)
+    RERUN.begin(is_served=False)
+    return wrong, filled
 
 
-def test_padding_is_never_read_nor_its_gradient(mirrored_ranks):
-    for wrong, filled in mirrored_ranks.run(poisoned):
-        assert filled == [True] * 4  # dispatch, combine, and their gradients
+@pytest.mark.parametrize("num", slow_but([1, 2], [1, 2, 4]))
+def test_padding_is_never_read_nor_its_gradient(mirrored_ranks, num):
+    for wrong, filled in mirrored_ranks.run(poisoned, num):
+        assert filled == [True] * 4 * num  # dispatch, combine, and their gradients
         assert wrong == []
 
 

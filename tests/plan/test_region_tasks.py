@@ -6,11 +6,12 @@ import pytest
 
 from moe_compile.cost.kernel_counts import ORDER_KERNELS
 from moe_compile.cost.rates import Rates
-from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.cost.region_work import RegionWork, Room, Work
 from moe_compile.cost.tasks import LINK, Priority, Task, run_tasks
 from moe_compile.hardware import load_profile
 from moe_compile.hardware.products import Product
 from moe_compile.plan.candidates import Candidate
+from moe_compile.plan.choose_plan import least_us
 from moe_compile.plan.region_tasks import Load, price_us, tasks_of
 from tests.region_works import mirrored
 
@@ -101,6 +102,19 @@ def test_small_operators_and_launches_take_their_time():
     assert whole == pytest.approx(2 * 5)
     two = price_us(work, TWO, slow) - price_us(work, TWO, UNIT)
     assert two >= ORDER_KERNELS + 2 * (3 + 2)  # rows, a launch and the sort; then join and sum
+
+
+@pytest.mark.parametrize(("num", "slots"), [(1, 150), (2, 160)])
+def test_buffers_with_room_travel_whole_and_rows_are_moved_into_them_and_out(num, slots):
+    """Rows of 100 us on the link of two ranks are 200 us of memory; each move reads and writes."""
+    work = region(room=Room(share=1.5, rounded=0.1))
+    phases = tasks_of(work, Candidate(num_chunks=num, chunk_by="tokens"), UNIT)
+    for tasks in phases:
+        assert sum(t.us for t in tasks if t.stream == LINK) == pytest.approx(2 * slots)
+        moves = [t.us for t in tasks if t.name in ("fill", "take out")]
+        assert sum(moves) == pytest.approx(2 * 2 * (200 + 2 * slots))
+        assert not any(t.name == "sort" for t in tasks)
+    assert least_us(work, Candidate(num_chunks=num, chunk_by="tokens"), UNIT) >= 4 * slots
 
 
 def test_the_busiest_rank_sets_the_time_of_the_region():

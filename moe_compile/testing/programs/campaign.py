@@ -57,7 +57,7 @@ from moe_compile.testing.programs.wanted import asked_programs, wanted_programs
 
 CHOICES: Final = (
     "groups", "sharing", "wrapping", "running", "poison", "rewrite", "backward", "routing",
-    "dynamic", "chunks",
+    "dynamic", "chunks", "row_room",
 )  # fmt: skip
 """Fields of programs that go before anything of a layer does."""
 

@@ -28,6 +28,7 @@ class Style(enum.Enum):
     STACKED = "padded to the longest expert, stacked, batched products"
     GROUPED = "grouped products"
     FUSED = "grouped products, gate and up in one"
+    PADDED = "grouped products of padded groups, found by an index with -1 for padding"
 
 
 class Order(enum.Enum):

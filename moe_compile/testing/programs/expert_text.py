@@ -113,6 +113,8 @@ def _style_lines(layer: Experts) -> list[str]:
         return _piece_loop(layer)
     if layer.style is Style.RUNS:
         return loop_by_offsets(layer)
+    if layer.style is Style.PADDED:
+        return [*padded_groups(layer), *_products(layer, ""), *PADDED_BACK]
     if layer.style is Style.SEARCHED:
         return [*labels(layer), *searched_loop(layer)]
     if layer.style is Style.DENSE:
@@ -201,7 +203,21 @@ def _at_once(layer: Experts) -> list[str]:
     per = f"per = flat.view({layer.ranks}, -1).sum(0){flip}"
     if layer.style is Style.BATCHED:
         return [per, *_batched(layer, flip, bias=bias)]
-    offs = "offs = torch.cumsum(per, 0, dtype=torch.int32)"
+    ends, shift = ["offs = torch.cumsum(per, 0, dtype=torch.int32)"], []
+    if Detail.SUMS_WRITTEN in layer.details:
+        numbers = f"torch.arange({layer.local}){flip}"
+        ends = [
+            f"other = {numbers}.repeat_interleave(per, output_size=rows.shape[0])",
+            "per.copy_(per.cumsum(0))",
+            "offs = per.to(torch.int32)",
+        ]
+        shift = ["x = x + self.w2[other, 0]"]
+    return [per, *ends, f"x = {sorted_rows(layer)}", *shift, *_products(layer, flip)]
+
+
+def _products(layer: Experts, flip: str) -> list[str]:
+    """Return grouped products of `x`, rows by expert up to `offs`, in `out`."""
+    bias = Detail.BIAS in layer.details
     first, last = (" + self.b1[label]", " + self.b2[label]") if bias else ("", "")
     up = _weight_of_up(layer)
     products = [
@@ -224,16 +240,41 @@ def _at_once(layer: Experts) -> list[str]:
     if Detail.BANK in layer.details:
         looked_up = "looked = torch.bmm(x[:, None], self.w1[label])[:, 0]"
         products = [looked_up, *products, "gate = gate + looked"]
-    ends, shift = [offs], []
-    if Detail.SUMS_WRITTEN in layer.details:
-        numbers = f"torch.arange({layer.local}){flip}"
-        ends = [
-            f"other = {numbers}.repeat_interleave(per, output_size=rows.shape[0])",
-            "per.copy_(per.cumsum(0))",
-            "offs = per.to(torch.int32)",
-        ]
-        shift = ["x = x + self.w2[other, 0]"]
-    return [per, *ends, f"x = {sorted_rows(layer)}", *shift, *products, *out]
+    return [*products, *out]
+
+
+ALIGNED: Final = 8
+"""Rows that padded groups have multiples of."""
+PADDED_BACK: Final = (
+    "back = out.new_empty(padded.shape)",
+    "back[at, :] = out",
+    "return back[:-1]",
+)
+"""Lines that put the results of padded groups in the order received; padding stands last."""
+
+
+def padded_groups(layer: Experts) -> list[str]:
+    """Return lines that define `x`, groups padded with zeros as torchtitan's are, and `offs`."""
+    return with_numbers(
+        [
+            "each = flat.view({r}, {e})",
+            "sizes = (torch.clamp_min(each.sum(0), {a}) + {a} - 1) // {a} * {a}",
+            "ends = sizes.cumsum(0)",
+            "offs = ends.to(torch.int32)",
+            "run_starts = (ends - sizes)[:, None] + (each.cumsum(0) - each).t()",
+            "run_starts = run_starts.reshape(-1)",
+            "slots = torch.arange((rows.shape[0] + {e} * {a} + {a} - 1) // {a} * {a})",
+            "run = torch.searchsorted(run_starts, slots, right=True) - 1",
+            "within = slots - run_starts[run]",
+            "source = (flat.cumsum(0) - flat).view({r}, {e}).t().reshape(-1)[run] + within",
+            "at = torch.where(within < each.t().reshape(-1)[run], source, -1)",
+            "padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])",
+            "x = padded[at]",
+        ],
+        r=layer.ranks,
+        e=layer.local,
+        a=ALIGNED,
+    )
 
 
 def _stacked(layer: Experts) -> list[str]:

@@ -71,14 +71,18 @@ class Rewrite(enum.Enum):
     HOP_BOTH = "nodes = exact, hop_slices = 2, four ranks on two nodes"
     SUM_BOTH = "nodes = rounded, hop_slices = 2, four ranks on two nodes"
     SCORES = "apply_scores = before_down"
+    NO_READS = "host_reads = none, in one chunk"
+    NO_READS_IN_CHUNKS = "host_reads = none, chunk_by = tokens"
     PARTS = "batch_parts = 2"
     THREE_PARTS = "batch_parts = 3"
 
 
-GROUPED_PRODUCTS: Final = (Style.GROUPED, Style.FUSED)
+GROUPED_PRODUCTS: Final = (Style.GROUPED, Style.FUSED, Style.PADDED)
 """Styles whose products torch has in bfloat16 alone, of rows of 16 bytes."""
 
-WITHOUT_ORDER: Final = frozenset({Style.LOOP, Style.DENSE, Style.SEARCHED, Style.RUNS})
+WITHOUT_ORDER: Final = frozenset(
+    {Style.LOOP, Style.DENSE, Style.SEARCHED, Style.RUNS, Style.PADDED}
+)
 """Styles that sort no rows: their order is no feature of a program."""
 
 WITHOUT_BACK: Final = WITHOUT_ORDER | {Style.INDEX_ADD, Style.INDEX_COPY, Style.ASSIGN}
@@ -135,6 +139,9 @@ TWO_HOPS: Final = NODE_SUMMING | {
 
 IN_EIGHT_BITS: Final = frozenset({Rewrite.FP8, Rewrite.HOPS_FP8})
 """Rewrites by which rows are dispatched in eight bits."""
+
+WITHOUT_READS: Final = frozenset({Rewrite.NO_READS, Rewrite.NO_READS_IN_CHUNKS})
+"""Rewrites by which the host reads no counts: a step whose rows have no room runs again."""
 
 NUM_NODES: Final = 2
 """Nodes of such programs, two ranks on each."""
@@ -241,6 +248,8 @@ class Program:
     dynamic: bool = False
     """Whether `torch.compile(dynamic=True)` is asked for."""
     chunks: int = 2
+    row_room: float = 2.0
+    """The option, where the host is to read no counts: by 2, all rows of two ranks have room."""
     seed: int = 0
 
     @property

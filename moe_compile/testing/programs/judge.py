@@ -24,6 +24,7 @@ from typing import Final
 
 from moe_compile.testing.programs.grammar import NUM_RANKS
 from moe_compile.testing.programs.run import IN_PIECES, SUMMED_BY_TORCH, RankFindings, run
+from moe_compile.testing.programs.run_again import against
 from moe_compile.testing.rank_pool import RankFailure, RankPool
 
 RENEWAL: Final = 300
@@ -252,8 +253,9 @@ def judgement_of(found: list[RankFindings]) -> Judgement:
         return judged(Outcome.WRONG, [f"nothing is raised, eagerly {e}" for e in eager])
     if any(compiled):
         return judged(Outcome.CRASH, compiled)
-    if any(f.differences for f in found):
-        return judged(Outcome.WRONG, ["\n  ".join(f.differences) for f in found])
+    said = ["\n  ".join([*f.differences, *against([f.noted for f in found])]) for f in found]
+    if any(said):
+        return judged(Outcome.WRONG, said)
     if any(f.dropped for f in found):
         return judged(Outcome.DROPPED, ["\n  ".join(f.dropped) for f in found])
     return judged(Outcome.SAME, [])

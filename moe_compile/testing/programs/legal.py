@@ -39,6 +39,7 @@ from moe_compile.testing.programs.grammar import (
     READ_IN,
     TWO_HOPS,
     WITHOUT_ORDER,
+    WITHOUT_READS,
     Capacity,
     Experts,
     Layer,
@@ -63,6 +64,7 @@ USED_BY: Final = {
     Detail.BANK: frozenset({Style.GROUPED}),
     Detail.CROSSED: frozenset({Style.GROUPED, Style.FUSED}),
     Detail.BESIDE: frozenset(Style) - {Style.BATCHED, Style.STACKED},
+    Detail.BIAS: frozenset(Style) - {Style.PADDED},
 }
 """Styles in which a detail has an effect; a detail not listed has one in every style."""
 
@@ -204,6 +206,8 @@ def _of_whole_sequences(program: Program) -> Program:
 
 def _may_rewrite(program: Program) -> bool:
     """Whether the rewrite asked for is allowed, and its roundings reach no second routing."""
+    if program.rewrite in WITHOUT_READS and not all(len({*step}) == 1 for step in program.tokens):
+        return False
     if program.rewrite is Rewrite.GATHERED:  # a product with weights rounds each rank's share
         weights = (a.unsort is Unsort.EINSUM for a in program.experts)
         return all(len({*step}) == 1 for step in program.tokens) and not any(weights)

@@ -25,7 +25,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -38,10 +38,12 @@ from torch import nn
 from moe_compile.plan.chunk_numbers import LAST_BITS
 from moe_compile.report.compilations import Compilation
 from moe_compile.report.process_report import REPORT
-from moe_compile.report.region_reports import IN_TWO_HOPS
+from moe_compile.report.region_reports import IN_TWO_HOPS, NO_READS
 from moe_compile.testing.cpu_rounding.cpu_bits import recorded_bits
 from moe_compile.testing.mirrored_rank import TableLayout, become_mirrored
 from moe_compile.testing.process_groups import rank_device, register_nodes
+from moe_compile.testing.programs.differences import Named, all_differences
+from moe_compile.testing.programs.run_again import Noted, run_step, served
 from moe_compile.testing.programs.steps import (
     Step,
     accumulated,
@@ -121,6 +123,8 @@ class RankFindings:
     """Whether a region ran in parts whose last bits may differ."""
     dropped: list[str] = field(default_factory=list)
     """Passes that failed and were left out."""
+    noted: list[Noted] = field(default_factory=list)
+    """Of each step without host reads: whether rows had room, and whether it ran again."""
     cpu_s: float = 0.0
 
 
@@ -167,7 +171,7 @@ def _compare_module(
         return found  # other ranks may still wait for this one in their eager step
     torch._dynamo.reset()  # a reference that is compiled marks code as seen: megamoe starts afresh
     with recorded_bits():
-        actual, found.compiled_error = steps(module, rank, backend)
+        actual, found.compiled_error = steps(module, rank, backend, found.noted)
     for compilation in REPORT.compilations[known:]:
         _note(found, compilation, module)
     bound = module.BOUND
@@ -231,6 +235,7 @@ def _note(found: RankFindings, compilation: Compilation, module: ModuleType) -> 
         found.num_rewritten += any("split_batch: applied" in s for s in compilation.rewrites)
     else:
         counted = (IN_TWO_HOPS,) if hasattr(module, "NODES") else REWRITTEN
+        counted = (NO_READS,) if _reads_nothing(module) else counted
         found.num_rewritten += sum(verdict in counted for verdict in verdicts)
 
 
@@ -316,8 +321,26 @@ def _classes(text: str) -> dict[str, str]:
     return {node.name: ast.get_source_segment(text, node) or "" for node in found}
 
 
-def steps(module: ModuleType, rank: int, backend: Backend) -> tuple[list[Named], str]:
-    """Return the results of every step, and the error that ended them, "" for none."""
+def _reads_nothing(module: ModuleType) -> bool:
+    return module.OPTIONS.get("megamoe.host_reads") == "none"
+
+
+def steps(
+    module: ModuleType, rank: int, backend: Backend, noted: list[Noted] | None = None
+) -> tuple[list[Named], str]:
+    """Return the results of every step, and the error that ended them, "" for none.
+
+    Where the host is to read nothing, `noted` gets what each step found about its room.
+    """
+    if backend == "megamoe" and noted is not None and _reads_nothing(module):
+        with served():
+            return _steps(module, rank, backend, noted)
+    return _steps(module, rank, backend)
+
+
+def _steps(
+    module: ModuleType, rank: int, backend: Backend, noted: list[Noted] | None = None
+) -> tuple[list[Named], str]:
     if backend == IN_PIECES:
         with dynamo_config.patch(capture_scalar_outputs=False):
             return steps(module, rank, "aot_eager")
@@ -340,7 +363,8 @@ def steps(module: ModuleType, rank: int, backend: Backend) -> tuple[list[Named],
             again = several or isinstance(backend, InParts)
             with functorch_config.patch({"donated_buffer": False} if again else {}):
                 in_parts = _in_parts(module, number, program, function, x, gradient, backend)
-                done.append(_step(module, number, program, function, x, gradient, in_parts))
+                step = Step([], gradient, x, program)
+                done.append(_step(module, number, function, step, in_parts, noted))
         except Exception as error:  # noqa: BLE001  (whatever a program or a compiler raises)
             return done, f"{type(error).__name__}: {error}"[:1500]
     return done, ""
@@ -407,22 +431,29 @@ def _compiled(module: ModuleType, program: nn.Module, backend: Backend) -> Calla
 def _step(
     module: ModuleType,
     number: int,
-    program: nn.Module,
     function: Callable[..., Any],
-    x: torch.Tensor,
-    gradient: torch.Tensor,
+    step: Step,
     instead: Named,
+    noted: list[Noted] | None,
 ) -> Named:
     """Run a step and return its results by name; those of `instead` replace its own."""
     kind, backwards = module.BACKWARD, backwards_of(module.BACKWARD, number)
-    trained = bool(backwards)
+    x, program, trained = step.x, step.program, bool(backwards)
     if kind != "accumulated":
         program.zero_grad()
     x.requires_grad_(trained)
-    with torch.set_grad_enabled(trained):
-        output, extra = function(x)
-    for left, go_back in zip(reversed(range(len(backwards))), backwards, strict=True):
-        go_back(Step([output, *extra], gradient, x, program), retain=left > 0)
+
+    def there_and_back() -> tuple[torch.Tensor, list[Any]]:
+        with torch.set_grad_enabled(trained):
+            output, extra = function(x)
+        for left, go_back in zip(reversed(range(len(backwards))), backwards, strict=True):
+            go_back(replace(step, values=[output, *extra]), retain=left > 0)
+        return output, extra
+
+    if noted is None:
+        output, extra = there_and_back()
+    else:
+        output, extra = run_step(program, x, there_and_back, noted)
     computed: Named = {"output": output, "input gradient": x.grad}
     computed |= {f"extra value {i}": value for i, value in enumerate(extra)}
     computed |= {f"gradient of {name}": p.grad for name, p in program.named_parameters()}
@@ -448,35 +479,3 @@ def _update(program: nn.Module) -> None:
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-Named = dict[str, Any]
-"""Results of one step by name."""
-
-
-def all_differences(expected: list[Named], actual: list[Named], bound: float) -> list[str]:
-    """Return the differences of the steps that both ran; `bound` is a relative error."""
-    steps = enumerate(zip(expected, actual, strict=False))
-    return [f"step {i}: {d}" for i, (a, b) in steps for d in _differences(a, b, bound)]
-
-
-def _differences(theirs: Named, ours: Named, bound: float) -> Iterator[str]:
-    for name in dict.fromkeys([*theirs, *ours]):
-        if said := _difference(theirs.get(name), ours.get(name), bound):
-            yield f"{name} {said}"
-
-
-def _difference(theirs: Any, ours: Any, bound: float) -> str:
-    if not (isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor)):
-        return "" if theirs is ours or theirs == ours else f"is {ours}, eagerly {theirs}"
-    if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
-        return f"is {ours.dtype} {[*ours.shape]}, eagerly {theirs.dtype} {[*theirs.shape]}"
-    if torch.equal(theirs, ours):
-        return ""
-    a, b = theirs.double().nan_to_num(123.0), ours.double().nan_to_num(123.0)
-    if torch.equal(a, b):
-        return ""
-    error, size = (a - b).norm().item(), a.norm().item()
-    if theirs.is_floating_point() and error <= bound * size:
-        return ""
-    return f"differs by {error:.3g}, of {size:.3g}"

@@ -31,6 +31,7 @@ from moe_compile.testing.programs.grammar import (
     NUM_NODES,
     PARTED,
     TWO_HOPS,
+    WITHOUT_READS,
     Attention,
     Capacity,
     Experts,
@@ -254,9 +255,8 @@ if __name__ == "__main__":
 OF_UNKNOWN_LENGTH: Final = frozenset({Tally.BINCOUNT_CUT, Tally.BINCOUNT_VIEWED, Tally.UNIQUE})
 """Counts that make tensors whose length depends on the data."""
 
-BOUNDS: Final = dict.fromkeys(
-    (Rewrite.TOKENS, Rewrite.SCORES, *sorted(NODE_SUMMING, key=str)), 0.05
-)
+ROUNDING: Final = (Rewrite.TOKENS, Rewrite.NO_READS_IN_CHUNKS, Rewrite.SCORES)
+BOUNDS: Final = dict.fromkeys((*ROUNDING, *sorted(NODE_SUMMING, key=str)), 0.05)
 """Relative errors of rewrites that round differently: weights' gradients in slices of tokens, rows
 times their scores, sums per token on nodes."""
 
@@ -363,7 +363,8 @@ def _is_mirrored(program: Program) -> bool:
     Gathered tokens are those of all ranks, of which a rank takes its own rows; a mirror gathers
     nothing. A second group needs all ranks, and a mirror has no sums over ranks.
     """
-    if program.rewrite is Rewrite.GATHERED or program.groups is not Groups.WORLD:
+    is_agreed = program.rewrite in WITHOUT_READS  # by all ranks, whether a step runs again
+    if program.rewrite is Rewrite.GATHERED or program.groups is not Groups.WORLD or is_agreed:
         return False
     if any(Reader.METRICS in a.readers for a in program.experts):
         return False
@@ -416,6 +417,8 @@ REWRITES: Final[Mapping[Rewrite, dict[str, Any]]] = {
     Rewrite.SUM_SLICES: {"megamoe.nodes": "rounded", "megamoe.chunk_by": "tokens"},
     Rewrite.HOP_BOTH: {"megamoe.nodes": "exact", "megamoe.hop_slices": 2},
     Rewrite.SUM_BOTH: {"megamoe.nodes": "rounded", "megamoe.hop_slices": 2},
+    Rewrite.NO_READS: {"megamoe.chunks": 1},
+    Rewrite.NO_READS_IN_CHUNKS: {"megamoe.chunk_by": "tokens"},
     **{rewrite: {"megamoe.batch_parts": parts} for rewrite, parts in PARTED.items()},
 }
 
@@ -425,6 +428,9 @@ def options_of(program: Program) -> dict[str, Any]:
     extra = REWRITES[program.rewrite]
     heads = any(isinstance(layer, Attention) for layer in program.layers)
     groups = {"megamoe.attention_chunks": 2} if heads else {}
+    if program.rewrite in WITHOUT_READS:
+        extra = {**extra, "megamoe.host_reads": "none", "megamoe.equal_tokens": True}
+        extra |= {"megamoe.row_room": program.row_room}
     return {"megamoe.chunks": program.chunks, **groups, **extra}
 
 

@@ -24,6 +24,7 @@ from moe_compile.testing.programs.choices import (
     MIXES_SEQUENCES,
     Across,
     Backward,
+    Counts,
     Cut,
     Decoy,
     Detail,
@@ -42,6 +43,7 @@ from moe_compile.testing.programs.choices import (
     Routing,
     Running,
     Sharing,
+    Style,
     Unsort,
     Weighing,
     Within,
@@ -55,6 +57,7 @@ from moe_compile.testing.programs.grammar import (
     PARTED,
     SEVERAL,
     TWO_HOPS,
+    WITHOUT_READS,
     Attention,
     Capacity,
     Experts,
@@ -71,6 +74,7 @@ from moe_compile.testing.programs.strategy import (
     FILLING,
     FORMATS_OF_CAPACITY,
     LEAVES_WHOLE,
+    ROOMS,
     SLOTS_LEFT_WHOLE,
     programs,
 )
@@ -85,6 +89,11 @@ FOLLOWED: Final = frozenset(
     }
 )  # fmt: skip
 """Readers that the plainer programs may have."""
+
+ROW_BY_ROW: Final = frozenset(
+    {Detail.TIED, Detail.COLUMN_CAT, Detail.NAMED, Detail.IN_PLACE, Detail.CHECKPOINT}
+)
+"""Details that are followed with rows behind those of the counts."""
 
 SORTS: Final = frozenset({Order.ARGSORT, Order.SORT})
 """Orders that passes follow whichever way rows are put back."""
@@ -112,7 +121,30 @@ def asked_programs(draw: st.DrawFn, rewrite: str = "", layers: str = "") -> Prog
             width = FILLING[program.dtype]
             program = replace(program, width=width, hidden=width)
         program = legal(replace(program, layers=plainer))
+    if program.rewrite in WITHOUT_READS and draw(st.sampled_from([True, True, True, False])):
+        program = legal(_found_on_the_device(program))
     return program
+
+
+def _found_on_the_device(program: Program) -> Program:
+    """Return `program` with experts that find their rows without a read by the host.
+
+    The number of rows is known when compiling, and equal on all ranks.
+    """
+    layers = tuple(
+        replace(
+            a,
+            style=Style.PADDED,
+            padding=Padding.NONE,
+            counts=Counts.FUNCTIONAL,
+            details=a.details & ROW_BY_ROW,
+        )
+        if isinstance(a, Experts)
+        else a
+        for a in map(_plainer, program.layers)
+    )
+    tokens = tuple((max(1, step[0]),) * len(step) for step in program.tokens)
+    return _of_width(replace(program, layers=layers, tokens=tokens, dynamic=False))
 
 
 @st.composite
@@ -216,7 +248,10 @@ class _Wanted:
         dtype = self.random.choice(["bfloat16", "float32", "float64"])
         uneven = ((3, 6),) if not isinstance(first, Heads) else ((4, 4),)
         tokens = self.random.choice([((6, 6),), ((6, 6), (6, 6)), uneven, ((6, 6), (2, 2))])
-        return _of_width(Program(layers=layers, rewrite=rewrite, tokens=tokens, dtype=dtype))
+        program = Program(layers=layers, rewrite=rewrite, tokens=tokens, dtype=dtype)
+        if rewrite in WITHOUT_READS:
+            program = _found_on_the_device(changed(program, "row_room", self.random.choice(ROOMS)))
+        return _of_width(program)
 
     def _in_parts(self, first: enum.Enum) -> Program:
         rewrite = first if isinstance(first, Rewrite) else self.random.choice([*PARTED])

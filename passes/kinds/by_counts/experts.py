@@ -5,7 +5,7 @@ Contract
     Decisions follow from graph, options, profile and sizes of groups: the same on every rank.
 
 Pseudo-code
-    for each: can the host do without its integers, where that is asked for? no more is decided
+    for each: can the host do without its integers, where that is asked for? then its chunks alone
     for each other proven region: could its tokens be gathered? the planner decides between the ways
     for each that is not gathered: shall its rows travel in two hops? else its number of chunks
     all that are to be rewritten together: the nodes that stay around them, or a refusal
@@ -56,7 +56,7 @@ from moe_compile.regions.grouped_products import is_grouped
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrite_effects import find_effects
 from moe_compile.regions.rewrites import Aftermath, Replacement
-from moe_compile.regions.token_regions import GatheredForm, TokenRows, TwoHopForm
+from moe_compile.regions.token_regions import EvenForm, GatheredForm, TokenRows, TwoHopForm
 from moe_compile.regions.token_rows import find_token_rows
 from passes.kinds.by_counts.chunk_edges import decide_edges
 from passes.kinds.by_counts.draft import Draft
@@ -69,7 +69,7 @@ from passes.kinds.by_counts.gathering import (
     may_be_priced,
 )
 from passes.kinds.by_counts.products import predicted_products
-from passes.kinds.by_counts.room import even_form, in_equal_parts, still_read
+from passes.kinds.by_counts.room import even_form, in_equal_parts, room_of_work, still_read
 from passes.kinds.by_counts.two_hops import (
     Forms,
     chosen_form,
@@ -103,6 +103,9 @@ def plan_experts(
     for draft in drafts:
         form = even_form(draft.found, state.config)
         draft.even, draft.not_even = (None, form) if isinstance(form, Left) else (form, None)
+        if draft.even is not None:
+            _decide_chunks_with_room(draft, draft.even, state, layers.around(draft.region))
+            check_chunks(draft)
     others = [draft for draft in drafts if draft.even is None]
     for draft in others:
         _decide_dispatch(draft, regions, state, layers.around(draft.region))
@@ -231,6 +234,29 @@ def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> Non
     )
     if draft.decision is not None and draft.decision.chosen.candidate.num_chunks > 1:
         draft.by_tokens = draft.decision.chosen.candidate.chunk_by == "tokens"
+
+
+def _decide_chunks_with_room(
+    draft: Draft, form: EvenForm, state: CompileState, layer: TracedNodes
+) -> None:
+    """Decide the number of chunks of a region whose rows travel in buffers with room."""
+    config = state.config
+    draft.num_chunks, draft.not_chunked = 1, ONE_CHUNK
+    if config.chunks != "auto":
+        draft.num_chunks = int(config.chunks)
+    elif products_wait(draft.region):
+        draft.not_chunked = Left(Reason.PRODUCTS_WAIT)
+    else:
+        room = room_of_work(form)
+        draft.decision = decide_experts(draft.found, config, state.hardware, layer, room=room)
+        draft.not_priced = layer.not_traced if draft.decision is None else ""
+        draft.not_chunked = Left(Reason.NO_PRICE)
+        if draft.decision is not None:
+            draft.not_chunked = BY_PRICE
+            draft.num_chunks = draft.decision.chosen.candidate.num_chunks
+    if draft.num_chunks > 1:
+        draft.not_chunked, draft.by_tokens = None, True
+    draft.even = replace(form, num_chunks=draft.num_chunks)
 
 
 def _examine_together(drafts: Sequence[Draft]) -> Aftermath:

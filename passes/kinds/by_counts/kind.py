@@ -147,7 +147,7 @@ def _form(one: PlannedExperts) -> _Form:
     if one.even is not None:
         even = emit_even(one.even)
         instead = {region.result: even.result}
-        return _Form((even.dispatch,), (even.combine,), instead, even.overflow)
+        return _Form(even.dispatches, even.combines, instead, even.overflow)
     if one.gathered is not None:
         gathered = emit_gathered(one.gathered, effects, _rank_in(region.group))
         instead = {**gathered.instead, one.gathered.found.sums.total: gathered.result}
@@ -293,10 +293,13 @@ def room_remarks(one: PlannedExperts) -> list[str]:
     if not one.plan.room:
         return []
     rows = known_rows(one.found.region.rows)
-    return [
+    said = (
         f"the host reads nothing: {one.plan.room} rows have room from each rank to each, of "
         f"{rows} rows that a rank has in all"
-    ]
+    )
+    if one.even is not None and one.plan.is_chunked:
+        said += f"; in slices of {one.even.slice_room}, one for each chunk"
+    return [said]
 
 
 def node_remarks(one: PlannedExperts) -> list[str]:

@@ -1,12 +1,15 @@
-"""Whether a MoE region can run without a read by the host, and with how much room for its rows.
+"""Whether a MoE region can run without a read by the host, with how much room, in what chunks.
 
 Contract
     The graph is as the model wrote it, and is not edited.
+    Chunks are of tokens: a chunk of experts may have all rows of a rank, and its buffer would need
+    room for them.
 """
 
 from __future__ import annotations
 
 from moe_compile.config import MegaMoEConfig
+from moe_compile.cost.region_work import Room
 from moe_compile.graph.query import known_rows, operator_at, tensor_of
 from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.planned import FoundExperts
@@ -34,6 +37,14 @@ def even_form(found: FoundExperts, config: MegaMoEConfig) -> EvenForm | Left:
     refused = _unfit(region, proof, needs) or _read_around(region, proof)
     refused = refused or check_spare_rows(region, proof, needs)
     return refused or EvenForm(region=region, needs=needs, room=room_of(region, config.row_room))
+
+
+def room_of_work(form: EvenForm) -> Room:
+    """Return the room of a region, for its price."""
+    num_rows = known_rows(form.region.rows)
+    assert num_rows
+    ranks, local = form.region.num_ranks, form.region.num_local_experts
+    return Room(share=ranks * form.room / num_rows, rounded=ranks * local / num_rows)
 
 
 def _read_around(region: MoERegion, proof: RowProof) -> Left | None:
