@@ -23,6 +23,7 @@ from moe_compile.allowed_values import (
     check_expert_gradients,
     check_number,
     check_one_piece,
+    check_parts,
 )
 from moe_compile.errors import InvalidConfig, nearest
 
@@ -55,7 +56,7 @@ KINDS: Final[Mapping[object, tuple[type, str]]] = {
     bool: (bool, "true or false"),
     int: (int, "a whole number of at least {least}"),
     str: (str, "a string"),
-    tuple[str, ...]: (tuple, "a list of pass names"),
+    tuple[str, ...]: (tuple, "a list of names"),
 }
 """Types of the open options, and what to write."""
 
@@ -192,6 +193,13 @@ class MegaMoEConfig:
     backward pass. A number of at most 1 is a share of the bytes that torch's partitioner keeps
     without a budget; the graph's inputs and results do not count. A whole number above 1 is bytes.
     1.0 keeps all of it."""
+    recompute_modules: tuple[str, ...] = ()
+    """Parts of the model that the backward pass computes again, in place of keeping their results
+    (docs/memory.md#parts-by-name): "layernorm", "moe_act", "core_attn", "mla_up_proj",
+    "shared_experts", "mlp", "moe" and "megascale_moe". No bit changes. Functions inside activation
+    checkpointing keep their own policy. With `recompute` = "price" the budget decides about all
+    else; with other values nothing else is computed again. Exchanges run again for "moe" alone, and
+    only with `equal_tokens`."""
     transport: str = "functional"
     """What carries the rows of dispatch and combine: "functional" (torch's collectives) or the name
     of a transport that another package adds (docs/extend.md)."""
@@ -251,12 +259,13 @@ class MegaMoEConfig:
         for name in AMOUNTS:
             check_amount(name, getattr(self, name))
         check_budget(self.activation_budget, self.recompute)
+        check_parts(self.recompute_modules)
         for name, hint in HINTS.items():
             if hint in KINDS and not _is_of_kind(name, value := getattr(self, name)):
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what_to_write(name)}")
         if not all(isinstance(name, str) for name in self.disable_passes):
             raise InvalidConfig(
-                f"megamoe.disable_passes is {self.disable_passes!r}; write a list of pass names"
+                f"megamoe.disable_passes is {self.disable_passes!r}; write a list of names"
             )
 
     def allows(self, numerics: str) -> bool:

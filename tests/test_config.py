@@ -76,7 +76,10 @@ def test_a_budget_of_the_environment_is_a_share_or_bytes(text, budget):
         ({"recompute": "price", "activation_budget": True}, "is True; write a share above 0"),
         ({"recompute": "price", "activation_budget": float("nan")}, "is nan; write a share above"),
         ({"activation_budget": 0.5}, 'does not use a budget; write recompute = "price"'),
-        ({"disable_passes": "rewrite_regions"}, "write a list of pass names"),
+        ({"disable_passes": "rewrite_regions"}, "write a list of names"),
+        ({"recompute_modules": ["layernorm", "moe_acts"]}, "has 'moe_acts'; write a list of"),
+        ({"recompute_modules": ["moe_acts"]}, "Did you mean 'moe_act'?"),
+        ({"recompute_modules": "layernorm"}, "write a list of names"),
     ],
 )
 def test_a_wrong_option_says_what_to_write_instead(options, message):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.launch_order import ANNOTATIONS, REGION
+from moe_compile.graph.launch_order import region_of
 from moe_compile.graph.part_order import PRODUCTS
 from moe_compile.graph.query import (
     operator_of,
@@ -117,7 +117,7 @@ def _launch(
         "node": row,
         "stream": stream_name(problem.group_of[launch]),
         "bytes": sizes.nbytes(value_of(node)),
-        "region": (node.meta.get(ANNOTATIONS) or {}).get(REGION, ""),
+        "region": region_of(node),
         "is_moved": verdicts is not None and left is None,
         "reason": left.reason.name if left else "",
         "detail": left.detail if left else "",
