@@ -93,6 +93,8 @@ def _with_named_parts(
         kept = named.keep_the_rest(joint.graph, again | named.names)
         modules = partition()
     measures = _figures(joint.graph, state, named, (default, modules), num_results)
+    if measures and not state.kept:
+        state.kept = {key: measures[key] for key in ("kept_bytes_before", "kept_bytes")}
     for module in (joint, *modules):
         named.forget(module.graph, kept, standing)
     report = PassReport(

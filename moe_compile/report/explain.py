@@ -119,7 +119,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _kept(graph: Mapping[str, Any]) -> str:
     """Return a line on what a forward graph keeps for its backward by price; "" for any other."""
-    if "kept_bytes" not in graph:
+    if "kept_bytes_allowed" not in graph:
         return ""
     before, kept, allowed, again = (
         graph[key] / 1e6
