@@ -137,8 +137,11 @@ PARTS: Final = (
 
 def check_parts(names: object) -> None:
     """Raise InvalidConfig for anything but names of parts of a model."""
-    listed = names if isinstance(names, tuple) else (names,)
-    for name in listed:
+    if not isinstance(names, tuple):
+        raise InvalidConfig(
+            f"megamoe.recompute_modules is {names!r}; write a list of names of {', '.join(PARTS)}"
+        )
+    for name in names:
         if name not in PARTS:
             raise InvalidConfig(
                 f"megamoe.recompute_modules has {name!r}; write a list of {', '.join(PARTS)}."

@@ -81,6 +81,14 @@ class Dense(Block):
         return x + self.mlp(self.norms[1](x))
 
 
+class Dropping(Dense):
+    """Values are dropped between the products of the MLP."""
+
+    def forward(self, x):
+        hidden = F.dropout(F.silu(self.mlp.gate(x)) * self.mlp.up(x), 0.3)
+        return x + self.mlp.down(hidden)
+
+
 class Checkpointed(Block):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -199,6 +207,13 @@ def test_dense_graphs_have_parts_and_what_a_graph_lacks_is_said(fake_ranks):
     *_, one, other, _ = lines
     text = "recompute_modules has no effect on {} in any graph: the graph has no such part"
     assert [one, other] == [text.format("'moe_act'"), text.format("'core_attn'")]
+
+
+def test_a_dropout_in_a_named_part_runs_again_with_the_state_that_it_had(fake_ranks):
+    _, backward, record, _ = traced(Dropping(fake_ranks), "mlp")
+    (again,) = operators(backward, lambda node: "run_with_rng_state" in str(node.target))
+    assert again.args[1] is torch.ops.aten.native_dropout.default
+    assert (MLP_HIDDEN,) not in kept(backward) and record.applied == ("mlp",)
 
 
 def test_checkpointed_functions_keep_their_policy_and_the_report_says_so(fake_ranks):
