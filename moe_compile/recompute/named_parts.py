@@ -21,7 +21,7 @@ megascale_moe   norms, activations and gathers of rows, after MegaScale-MoE (arX
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -69,7 +69,7 @@ def parts_of(graph: fx.Graph, names: Sequence[str]) -> dict[str, set[fx.Node]]:
     A part that the graph does not have is an empty set.
     """
     forward = Forward.of(graph)
-    found = {
+    found: dict[str, Callable[[], set[fx.Node]]] = {
         "layernorm": lambda: forward.norms,
         "moe_act": lambda: _nodes(a.path for a in forward.activations if forward.is_expert(a)),
         "core_attn": lambda: _nodes(forward.attention.values()),

@@ -116,17 +116,17 @@ def _figures(
         return {}
     sizes = NominalSizes(dict(state.nominal_sizes))
     sizes.learn(graph)
-    without, with_parts = ([module.graph for module in modules] for modules in parted)
-    before = kept_storages(*without, num_results, sizes)
-    kept = kept_storages(*with_parts, num_results, sizes)
-    again = named.names - computed_again(*without)
+    default, now = ((one.graph, other.graph) for one, other in parted)
+    before = kept_storages(*default, num_results=num_results, sizes=sizes)
+    kept = kept_storages(*now, num_results=num_results, sizes=sizes)
+    again = named.names - computed_again(*default)
     costs = estimate_costs(graph, sizes, state.hardware)
     us = {node.name: cost.compute_us for node, cost in costs.items()}
     own = {name: us[name] for name in again if name in us}
     hidden = dict[str, float]()
-    if any(map(is_launch, without[1].nodes)):
+    if any(map(is_launch, default[1].nodes)):
         storages = Storages.of(graph, results_of(graph, num_results), sizes)
-        scheduled = Scheduled.of(without[1], state, sizes)
+        scheduled = Scheduled.of(default[1], state, sizes)
         ns = beside_waits(storages, us, scheduled.problem, scheduled.order)
         priced = {step.name: 1e-3 * cost for step, cost in zip(storages.steps, ns, strict=True)}
         hidden = {name: max(0.0, own[name] - priced[name]) for name in own if name in priced}
