@@ -158,6 +158,33 @@ def check_budget(budget: object, recompute: str) -> None:
         )
 
 
+PARTS: Final = (
+    "layernorm",
+    "moe_act",
+    "core_attn",
+    "mla_up_proj",
+    "shared_experts",
+    "mlp",
+    "moe",
+    "megascale_moe",
+)
+"""Names that `recompute_modules` takes (`recompute/named_parts.py`)."""
+
+
+def check_parts(names: object) -> None:
+    """Raise InvalidConfig for anything but names of parts of a model."""
+    if not isinstance(names, tuple):
+        raise InvalidConfig(
+            f"megamoe.recompute_modules is {names!r}; write a list of names of {', '.join(PARTS)}"
+        )
+    for name in names:
+        if name not in PARTS:
+            raise InvalidConfig(
+                f"megamoe.recompute_modules has {name!r}; write a list of {', '.join(PARTS)}."
+                + (nearest(name, PARTS) if isinstance(name, str) else "")
+            )
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise InvalidConfig for anything but one of `choices`."""
     if value not in choices:

@@ -293,7 +293,9 @@ def _put_back(gm: fx.GraphModule, before: Snapshot, bodies: Mapping[str, torch.n
 def _as_written(config: MegaMoEConfig) -> MegaMoEConfig:
     """Return `config` with every rewrite of ours switched off."""
     names = all_names()
-    return dataclasses.replace(config, disable_passes=names, gradient_wire="same")
+    return dataclasses.replace(
+        config, disable_passes=names, gradient_wire="same", recompute_modules=()
+    )
 
 
 def _check_groups(state: CompileState) -> None:

@@ -29,6 +29,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layer_program import AOT, aot_graphs
 from moe_compile.entry_points import hash_of_packages
 from moe_compile.errors import InvalidConfig
@@ -202,9 +203,9 @@ def compile_with_inductor(
         passes[EARLY] = LevelPass((), state, _stood_on(EARLY, patches))
     if passes:
         ours.update(_let_into_cache(gm, patches))
-    by_price = state.config.recompute == "price"
-    if JOINT in levels and (by_price or state.config.offload_budget):
-        ours[PARTITIONER] = Partitioner(state, _other_partitioner(patches, by_price=by_price))
+    decides = _option_of_what_is_kept(state.config)
+    if JOINT in levels and (decides or state.config.offload_budget):
+        ours[PARTITIONER] = Partitioner(state, _other_partitioner(patches, decides))
     settings = {**patches, **ours, **passes}
     with _backward_ahead() if levels else contextlib.nullcontext():
         inner_compile = _keeping_saved_tensors if passes else compile_fx_inner
@@ -220,17 +221,29 @@ def _keeping_saved_tensors(*arguments: Any, **settings: Any) -> Any:
     return compile_fx_inner(*arguments, **settings)
 
 
-def _other_partitioner(patches: Mapping[str, Any], *, by_price: bool) -> Any:
+def _option_of_what_is_kept(config: MegaMoEConfig) -> str:
+    """Return the option, with its value, that has megamoe decide what is kept; "" for none."""
+    if config.recompute == "price":
+        return "recompute = 'price'"
+    if config.recompute_modules:
+        return f"recompute_modules = {list(config.recompute_modules)}"
+    return ""
+
+
+def _other_partitioner(patches: Mapping[str, Any], decides: str) -> Any:
     """Return the partitioner that the user has put on Inductor's hook, None for none.
 
-    Raises InvalidConfig where it decides what is kept and `by_price` asks megamoe to decide that,
-    and where this torch lacks the hook.
+    Raises InvalidConfig where it decides what is kept and the option `decides` asks megamoe to
+    decide that, and where this torch lacks the hook.
     """
-    option = "recompute = 'price'" if by_price else "offload_budget"
-    remedy = "recompute = 'save_exchanges'" if by_price else "offload_budget = 0"
+    option = decides or "offload_budget"
+    remedy = "offload_budget = 0"
+    if decides:
+        by_price = decides.startswith("recompute =")
+        remedy = "recompute = 'save_exchanges'" if by_price else "recompute_modules = []"
     if PARTITIONER not in inductor_config.get_config_copy():
         why = f"needs Inductor's {PARTITIONER}, which this torch does not have"
-    elif (other := _stood_on(PARTITIONER, patches)) is not None and by_price:
+    elif (other := _stood_on(PARTITIONER, patches)) is not None and decides:
         why = (
             f"and Inductor's {PARTITIONER} both decide which tensors are kept for the backward pass"
         )

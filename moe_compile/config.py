@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from moe_compile.allowed_values import (
     AMOUNTS,
+    PARTS,
     PRODUCTS,
     WITHOUT_READS,
     check_amount,
@@ -23,6 +24,7 @@ from moe_compile.allowed_values import (
     check_chunk_by,
     check_fp8_products,
     check_number,
+    check_parts,
     check_without_reads,
 )
 from moe_compile.errors import InvalidConfig, nearest
@@ -66,6 +68,7 @@ LEAST: Final[Mapping[str, int]] = {"blocks_per_graph": 1, "node_ranks": 0, "step
 LISTS: Final[Mapping[str, str]] = {
     "disable_passes": "pass names",
     "fp8_products": ", ".join(PRODUCTS),
+    "recompute_modules": ", ".join(PARTS),
 }
 """What each list holds."""
 
@@ -200,6 +203,13 @@ class MegaMoEConfig:
     backward pass. A number of at most 1 is a share of the bytes that torch's partitioner keeps
     without a budget; the graph's inputs and results do not count. A whole number above 1 is bytes.
     1.0 keeps all of it."""
+    recompute_modules: tuple[str, ...] = ()
+    """Parts of the model that the backward pass computes again, in place of keeping their results
+    (docs/memory.md#parts-by-name): "layernorm", "moe_act", "core_attn", "mla_up_proj",
+    "shared_experts", "mlp", "moe" and "megascale_moe". No bit changes. Functions inside activation
+    checkpointing keep their own policy. With `recompute` = "price" the budget decides about all
+    else; with other values nothing else is computed again. Exchanges run again for "moe" alone, and
+    only with `equal_tokens`."""
     transport: str = "functional"
     """What carries the rows of dispatch and combine: "functional" (torch's collectives) or the name
     of a transport that another package adds (docs/extend.md)."""
@@ -259,6 +269,7 @@ class MegaMoEConfig:
         for name in AMOUNTS:
             check_amount(name, getattr(self, name))
         check_budget(self.activation_budget, self.recompute)
+        check_parts(self.recompute_modules)
         for name, hint in HINTS.items():
             if hint in KINDS and not _is_of_kind(name, value := getattr(self, name)):
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what_to_write(name)}")

@@ -79,6 +79,9 @@ def test_a_budget_of_the_environment_is_a_share_or_bytes(text, budget):
         ({"disable_passes": "rewrite_regions"}, "write a list of pass names"),
         ({"disable_passes": ["sort_nodes", 1]}, "write a list of pass names"),
         ({"expert_gradients": "e5m2"}, 'write expert_compute = "fp8_blockwise_e5m2"'),
+        ({"recompute_modules": ["layernorm", "moe_acts"]}, "has 'moe_acts'; write a list of"),
+        ({"recompute_modules": ["moe_acts"]}, "Did you mean 'moe_act'?"),
+        ({"recompute_modules": "layernorm"}, "write a list of names"),
     ],
 )
 def test_a_wrong_option_says_what_to_write_instead(options, message):

@@ -185,7 +185,7 @@ def _given(job: JobFile) -> tuple[dict[str, Any], dict[str, str]]:
     environment = dict(os.environ)
     for name in flags:
         value = job.read(f"{BACKEND}.{name}", "")
-        is_read = isinstance(getattr(MegaMoEConfig(), name, None), int | float | str)
+        is_read = isinstance(getattr(MegaMoEConfig(), name, None), int | float | str | tuple)
         if name in TABLE_ONLY:
             values[name] = value
         elif is_read and value not in ("", True):

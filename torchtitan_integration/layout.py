@@ -47,6 +47,8 @@ class Layout:
     """For "selective": "op", or every n-th layer."""
     recompute: str = _key("megamoe.recompute", "save_exchanges")
     """What the backward pass computes again, as megamoe's option says."""
+    recompute_modules: tuple[str, ...] = _key("megamoe.recompute_modules", ())
+    """Parts of the model that the backward pass computes again."""
     reduce_dtype: str = _key("training.mixed_precision_reduce", "float32")
     """Type in which FSDP2 reduces gradients."""
     gradient_wire: str = _key("megamoe.gradient_wire", "same")
@@ -306,6 +308,13 @@ RULES: Final = (
         why='only recompute = "price" keeps to a memory budget',
     ),
     Rule(
+        holds=lambda x: bool(x.recompute_modules) and _checkpoints_every_operator(x),
+        what='`recompute_modules` with activation checkpointing "full", or "selective" by operator',
+        field="checkpointing",
+        instead=lambda _: "none",
+        why="checkpointed functions keep their own policy, so the names would have no effect",
+    ),
+    Rule(
         holds=lambda x: x.ep > 1 and IN_FP8 in x.converters,
         what=f"{IN_FP8} with EP",
         field="converters",
@@ -365,6 +374,13 @@ RULES: Final = (
 def _data_ranks(layout: Layout) -> int:
     """Return the ranks with data of their own; 0 where it is not known."""
     return layout.dp_replicate * layout.dp_shard if layout.knows_shards else 0
+
+
+def _checkpoints_every_operator(layout: Layout) -> bool:
+    """Whether activation checkpointing decides about every operator of every layer."""
+    of_all = ("op", "1")
+    is_selective = layout.checkpointing == "selective" and layout.selective in of_all
+    return layout.checkpointing == "full" or is_selective
 
 
 def _has_one_shard(layout: Layout) -> bool:

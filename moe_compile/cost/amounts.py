@@ -179,7 +179,7 @@ def _kernels_of(node: fx.Node, sizes: NominalSizes) -> float:
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the readers of a value, and of views of it."""
     for user in node.users:
-        if _is_part(user):
+        if is_part(user):
             yield from _readers(user)
         else:
             yield user
@@ -187,12 +187,12 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def _viewed(node: fx.Node) -> fx.Node:
     """Return the node whose value a view is of, or the node."""
-    while _is_part(node) and node.all_input_nodes:
+    while is_part(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-def _is_part(node: fx.Node) -> bool:
+def is_part(node: fx.Node) -> bool:
     """Whether the node is a view of a value, or one of several results."""
     return is_view(node) or node.target is operator.getitem or _op(node) == "_unsafe_view"
 
@@ -201,7 +201,7 @@ def is_free(node: fx.Node) -> bool:
     """Whether the node does no work on the device: not a call, a view, a wait, host arithmetic."""
     if node.op != "call_function":
         return True
-    if is_wait(node) or _is_part(node) or integers_taken(node):
+    if is_wait(node) or is_part(node) or integers_taken(node):
         return True
     value = value_of(node)
     return not isinstance(value, torch.Tensor | tuple | list | dict)  # a Triton kernel's, by name

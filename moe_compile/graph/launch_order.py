@@ -98,8 +98,13 @@ def mark_region(launches: Iterable[fx.Node], region: str) -> None:
 
 def _region(launch: fx.Node) -> tuple[str, str] | None:
     """Return the region of an all-to-all, and the group; None for other launches."""
-    region = (launch.meta.get(ANNOTATIONS) or {}).get(REGION)
+    region = region_of(launch)
     return (group_name(launch), region) if region and is_all_to_all(launch) else None
+
+
+def region_of(launch: fx.Node) -> str:
+    """Return the region that a launch was marked as one of, "" where it was not."""
+    return str((launch.meta.get(ANNOTATIONS) or {}).get(REGION, ""))
 
 
 def _by_level(nodes: Sequence[fx.Node], predecessors: Predecessors) -> list[fx.Node]:

@@ -337,6 +337,9 @@ class Reason(enum.Enum):
         Kind.NOT_POSSIBLE,
     )
 
+    # parts of a model by name
+    NO_PART = "the graph has no such part", Kind.NOT_MEANT
+
     # copies to the host
     MEMORY_STAYS = "on the host it would free no memory, or too little", Kind.NO_GAIN
     NO_HOST_COPIES = (

@@ -199,6 +199,8 @@ _GRADIENTS_AND_SCHEDULE: Final = {
     "that does not need the result of the exchange can run beside it",
     Reason.MEMORY_CAP: "raise megamoe.max_memory_increase",
     Reason.USER_STREAMS: "do not switch streams inside the compiled function",
+    Reason.NO_PART: f"{NOTHING}, if another graph has the part; if none has, leave the name out of "
+    "megamoe.recompute_modules",
     Reason.MEMORY_STAYS: f"{NOTHING}: a tensor leaves the device only if nothing else holds its "
     "memory",
     Reason.NO_HOST_COPIES: "run on a GPU, with a torch that has the operators ao::offload, "

@@ -164,8 +164,8 @@ class CompileState:
         self.rewrites = tuple(one for one in self.rewrites if one.name not in passes)
         has_regions = any(one.plan.group for one in self.regions)
         self.has_outside_rewrites |= any(not one.is_of_regions for one in self.rewrites)
-        is_offloaded = self.config.offload_budget > 0
-        self.has_work |= has_regions or self.has_outside_rewrites or is_offloaded
+        is_parted = self.config.offload_budget > 0 or bool(self.config.recompute_modules)
+        self.has_work |= has_regions or self.has_outside_rewrites or is_parted
 
     def _change(self, change: Callable[[Planned[Any]], Planned[Any]]) -> None:
         self.planned = {kind: tuple(map(change, each)) for kind, each in self.planned.items()}

@@ -38,8 +38,19 @@ def keep_what_is_never_computed_again(graph: fx.Graph) -> None:
 
 
 def _is_never_again(node: fx.Node) -> bool:
-    if is_launch(node) or is_wait(node) or may_communicate(node) or may_draw(node):
-        return True
+    return communicates_itself(node) or may_draw(node) or is_fixed(node)
+
+
+def communicates_itself(node: fx.Node) -> bool:
+    """Whether the node is a launch or a wait, or may communicate as a part of its work."""
+    return is_launch(node) or is_wait(node) or may_communicate(node)
+
+
+def is_fixed(node: fx.Node) -> bool:
+    """Whether the node is an integer for the host, a choice, or has another effect than its value.
+
+    Drawing random numbers is such an effect.
+    """
     return (
         bool(integers_taken(node)) or _chooses(node) or not (is_size_query(node) or is_pure(node))
     )

@@ -72,7 +72,7 @@ class Storages:
         """Read a joint graph; `results` are the program's, which its callers hold."""
         nodes = list(graph.nodes)
         classes = AliasClasses(nodes)
-        backward = set(_of_the_backward(nodes))
+        backward = set(of_the_backward(nodes))
         forward = [n for n in nodes if n not in backward and n.op == "call_function"]
         inputs = [n for n in nodes if n.op in ("placeholder", "get_attr")]
         held = classes.of(*inputs, *results)
@@ -146,7 +146,7 @@ def _step(node: fx.Node, known: Callable[..., tuple[int, ...]]) -> Step:
     )
 
 
-def _of_the_backward(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+def of_the_backward(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
     """Yield the nodes that need a gradient, that torch tags so, and the output."""
     found: set[fx.Node] = set()
     for node in nodes:

@@ -21,6 +21,7 @@ from moe_compile.journal.entries import Journal, PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import to_do, with_change
 from moe_compile.plan.state import CompileState
+from moe_compile.recompute.named_again import OPTION
 from moe_compile.report.graph_breaks import (
     GraphBreak,
     frames_left_out,
@@ -45,6 +46,8 @@ class Compilation:
     left_alone: list[str] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
     """Outcomes of every candidate of every pass, on graphs made later too."""
+    names_parts: bool = False
+    """Whether `recompute_modules` names parts of the model, which are looked for in all graphs."""
     settings: str = ""
     settings_off: tuple[str, ...] = ()
     """Settings of Inductor that were asked for and are off (`torch_quirks.inductor_settings`)."""
@@ -99,7 +102,7 @@ class Compilation:
     @property
     def rewrites(self) -> list[str]:
         """Rewrites of whole graphs, done and left, and the times predicted for them."""
-        known = set(NAMES) - {SplitBatch.name, ApplyScores.name, FuseTokenSums.name}
+        known = {*NAMES, OPTION} - {SplitBatch.name, ApplyScores.name, FuseTokenSums.name}
         results = (r for _, r in self.journal.records if r.pass_name not in known)
         return [line for r in results if isinstance(r, PassReport) for line in _rewritten(r)]
 
@@ -153,6 +156,7 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
     exchanges = [source_place(node) for node in launches if is_all_to_all(node)]
     return Compilation(
         site="; ".join(places[:1]),
+        names_parts=bool(state.config.recompute_modules),
         settings=state.config.digest_text(),
         journal=state.journal,
         place_of_exchange="; ".join(exchanges[:1]),

@@ -22,6 +22,8 @@ LOG_WIDTH: Final = 120
 """Width where the output is a file, no terminal, and of tables that are asked for."""
 TABLES_FROM: Final = 112
 """Width of the widest table; in fewer columns its cells are cut into pieces."""
+NAMED: Final = "recompute_modules"
+"""Name of the records about parts that are computed again because the user named them."""
 DETAILS: Final = (
     f"For tables of graphs, times and memory use --verbose or {TABLES_FROM} columns or more."
 )
@@ -105,17 +107,19 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     for place in dict.fromkeys(_read_alone(report)):
         yield f"The host reads a single integer at {place}"
     yield from dict.fromkeys(text for graph in report["graphs"] if (text := _kept(graph)))
+    yield from dict.fromkeys(lines_of_named_parts(report))
     yield from dict.fromkeys(_offloaded(report))
     rewrites = report.get("rewrites", ())  # none in reports of earlier versions
     yield from (f"Rewrite {line}" for line in rewrites)
     yield from report.get("warnings", ())
     if not report["compilations"] and not rewrites:
         yield "No MoE region was found; the code is Inductor's alone."
+    yield from names_without_effect(report)
 
 
 def _kept(graph: Mapping[str, Any]) -> str:
     """Return a line on what a forward graph keeps for its backward by price; "" for any other."""
-    if "kept_bytes" not in graph:
+    if "kept_bytes_allowed" not in graph:
         return ""
     before, kept, allowed, again = (
         graph[key] / 1e6
@@ -133,6 +137,36 @@ def _kept(graph: Mapping[str, Any]) -> str:
             "that was found."
         )
     return f"{said} The budget is {allowed:.1f} MB."
+
+
+def lines_of_named_parts(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each program in which parts that `recompute_modules` names run again."""
+    for record in report.get("passes", ()):
+        figures = record.get("measures", {})
+        if record["pass"] != NAMED or "kept_bytes" not in figures:
+            continue
+        parts = "; ".join(
+            f"{name}, {figures[f'{name}_bytes'] / 1e6:.1f} MB no longer kept, "
+            f"{figures[f'{name}_us'] / 1e3:.2f} ms to compute, of which "
+            f"{figures[f'{name}_hidden_us'] / 1e3:.2f} ms would be waited anyway"
+            for name in record["applied"]
+        )
+        kept, before = figures["kept_bytes"] / 1e6, figures["kept_bytes_before"] / 1e6
+        place = f"at {_place(record['where'])}" if record["where"] else "in a graph without regions"
+        yield f"Computed again {place}: {parts}. Kept: {kept:.1f} of {before:.1f} MB (predicted)."
+
+
+def names_without_effect(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each name of `recompute_modules` that has no effect in any graph."""
+    records = [one for one in report.get("passes", ()) if one["pass"] == NAMED]
+    acting = {name for one in records for name in one["applied"]}
+    left: dict[str, dict[str, None]] = {}
+    for verdict in (v for one in records for v in one["skipped"]):
+        if verdict["candidate"] not in acting:
+            detail = f" ({verdict['detail']})" if verdict["detail"] else ""
+            left.setdefault(verdict["candidate"], {})[f"{verdict['reason']}{detail}"] = None
+    for name, reasons in left.items():
+        yield f"recompute_modules has no effect on {name!r} in any graph: {'; '.join(reasons)}"
 
 
 def _offloaded(report: Mapping[str, Any]) -> Iterator[str]:

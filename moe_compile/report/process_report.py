@@ -118,6 +118,7 @@ class ProcessReport:
     def _keep(self, compilation: Compilation) -> None:
         """Keep a compilation that has something to report, once."""
         says = compilation.has_regions or compilation.attention or compilation.has_failures
+        says = says or compilation.names_parts
         if (says or compilation.rewrites) and not any(c is compilation for c in self.compilations):
             self.compilations.append(compilation)
 

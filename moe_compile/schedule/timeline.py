@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.launch_order import ANNOTATIONS, PRODUCTS, REGION
+from moe_compile.graph.launch_order import PRODUCTS, region_of
 from moe_compile.graph.query import (
     operator_of,
     overload_name,
@@ -126,7 +126,7 @@ def _launch(
         "node": row,
         "stream": stream_name(problem.group_of[launch]),
         "bytes": sizes.nbytes(value_of(node)),
-        "region": (node.meta.get(ANNOTATIONS) or {}).get(REGION, ""),
+        "region": region_of(node),
         "is_moved": verdicts is not None and left is None,
         "reason": left.reason.name if left else "",
         "detail": left.detail if left else "",

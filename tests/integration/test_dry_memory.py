@@ -221,13 +221,14 @@ def test_only_what_a_job_does_not_do_yet_is_proposed(monkeypatch):
     assert full in plain and "megamoe.max_memory_increase = 0" in plain
     assert "training.local_batch_size = 2" in plain and "NCCL_MAX_P2P_NCHANNELS=16" in plain
     assert "parallelism.data_parallel_shard_degree = 16 on 16 ranks" in plain
+    assert 'megamoe.recompute_modules = ["layernorm", "moe_act"]' in plain
     assert 'megamoe.recompute = "model"' not in plain
     monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "16")
     monkeypatch.setenv("MEGAMOE_MAX_MEMORY_INCREASE", "0")
     done = said_of(rank_of(activation_checkpoint__mode="full", training__local_batch_size=1))
     assert full not in done
     assert 'megamoe.recompute = "model"' in done
-    kept = ("NCCL", "max_memory", "local_batch")
+    kept = ("NCCL", "max_memory", "local_batch", "recompute_modules")
     assert not [one for one in done if any(name in one for name in kept)]
 
 

@@ -30,6 +30,10 @@ from torchtitan_integration.job_file import JobFile
 from torchtitan_integration.layout import BACKEND
 from torchtitan_integration.meshes import CHANNELS, channels
 
+FINE: Final = ("layernorm", "moe_act")
+LATENTS: Final = (*FINE, "mla_up_proj")
+"""Parts of a model whose results are large and take little time to compute again, as Megatron Core
+names them (arXiv 2603.07685, section 4.1)."""
 FEWER_CHANNELS: Final = 16
 """Channels of NCCL that a change asks for: half of those that it takes by itself."""
 GIB: Final = 2**30
@@ -200,6 +204,9 @@ def _checkpointing(rank: FakeRank, options: MegaMoEConfig) -> Iterator[Change]:
         yield Change(settings=by_operator, is_traced=True)
     if now != "full":
         yield Change(settings={mode: "full"}, is_traced=True)
+    if now == "none" and not options.recompute_modules:
+        for names in (FINE, LATENTS):
+            yield Change(settings={"megamoe.recompute_modules": list(names)}, is_traced=True)
     if now != "none" and options.recompute == "save_exchanges" and options.equal_tokens:
         yield Change(settings={"megamoe.recompute": "model"}, is_traced=True)
 
@@ -292,13 +299,22 @@ def _changed(file: JobFile, change: Change) -> tuple[JobFile, dict[str, str]]:
     ours = f"{BACKEND}."
     has_table = bool(file.read("job.custom_config_module", ""))
     variables = {k: v for k, v in change.settings.items() if k.startswith(ours) and not has_table}
-    flags = [f"--{key}={value}" for key, value in change.settings.items() if key not in variables]
+    flags = [
+        f"--{key}={_written(value)}"
+        for key, value in change.settings.items()
+        if key not in variables
+    ]
     named = {
-        ENVIRONMENT_PREFIX + key.removeprefix(ours).upper(): str(value)
+        ENVIRONMENT_PREFIX + key.removeprefix(ours).upper(): _written(value)
         for key, value in variables.items()
     }
     changed = replace(file, overrides=(*file.overrides, *flags))
     return changed, {**change.environment, **named}
+
+
+def _written(value: Any) -> str:
+    """Return a value as flags and variables have it: lists with commas."""
+    return ",".join(value) if isinstance(value, list) else str(value)
 
 
 @contextlib.contextmanager

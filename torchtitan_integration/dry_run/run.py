@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_compile.errors import InvalidConfig
+from moe_compile.report.explain import lines_of_named_parts, names_without_effect
 from moe_compile.report.page import json_of, write_whole
 from moe_compile.report.process_report import report_of
 from moe_compile.report.region_reports import RegionReport
@@ -59,19 +60,33 @@ def print_layers(traced: Sequence[Traced], console: Console) -> None:
         console.print(_collectives(layer))
         if said := _over_links(layer):
             console.print(f"  sent over links: {said}")
-        for region in layer.compilation.regions:
-            remarks = "".join(f"; {remark}" for remark in (*region.remarks, *region.to_do))
-            console.print(f"  {region.where}: {_made_of(region)}{remarks}")
-        left = (*layer.compilation.left_alone, *layer.compilation.dropped)
-        rewritten = (f"rewrite {line}" for line in layer.compilation.rewrites)
-        for line in (*(f"left alone: {one}" for one in left), *rewritten):
-            console.print(f"  {line}")
+        _print_passes(layer, console)
         for phase, measures in layer.measures.items():
             console.print(f"  {phase}: {_times(measures)}")
         if layer.unhidden_us and all("exposed_us" in m for m in layer.measures.values()):
             console.print(f"  exposed share: {_exposed_share(layer)}")
         if layer.choices:
             console.print(_choices(layer))
+    for line in names_without_effect(_passes(traced)):
+        console.print(line, highlight=False)
+
+
+def _print_passes(layer: Traced, console: Console) -> None:
+    """Print what the passes made of the regions and parts of a graph."""
+    for region in layer.compilation.regions:
+        remarks = "".join(f"; {remark}" for remark in (*region.remarks, *region.to_do))
+        console.print(f"  {region.where}: {_made_of(region)}{remarks}")
+    left = (*layer.compilation.left_alone, *layer.compilation.dropped)
+    rewritten = (f"rewrite {line}" for line in layer.compilation.rewrites)
+    parts = lines_of_named_parts(_passes([layer]))
+    for line in (*(f"left alone: {one}" for one in left), *rewritten, *parts):
+        console.print(f"  {line}")
+
+
+def _passes(traced: Sequence[Traced]) -> dict[str, Any]:
+    """Return what passes did on the graphs, as a report has it."""
+    compilations = [layer.compilation for layer in traced]
+    return {"passes": [{"where": c.site, **d} for c in compilations for d in c.journal.as_data()]}
 
 
 def _made_of(region: RegionReport) -> str:
