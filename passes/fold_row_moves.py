@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.edit import ValuedEmitter, erase_unused, read_instead
+from moe_compile.graph.edit import ValuedEmitter, call_otherwise, erase_unused, read_instead
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.row_moves import (
     ATEN,
@@ -70,7 +70,7 @@ class FoldRowMoves(GraphPass):
         for pack, gathered in packs:
             if gathered:
                 source, index = origins.of(pack.args[0])
-                pack.args = (source, index)
+                call_otherwise(pack, GATHER_QUANTIZE_PACK, source, index)
         for gather in dict.fromkeys(gather for _, gather in unpacks if gather is not None):
             _permute(gather)
         erase_unused(list(dict.fromkeys(sorted(origins.passed))))
@@ -182,8 +182,7 @@ def _permute(gather: fx.Node) -> None:
         row = list(unpacks[0].args[1:])
         message = join_messages(rows, parts, unpacks[0].args[0])
         dead = [*unpacks, *(n for p in parts for n in reversed(zero_rows(p) or [])), rows]
-    gather.target = UNPACK_DEQUANTIZE_PERMUTE
-    gather.args, gather.kwargs = (message, index, *row), {}
+    call_otherwise(gather, UNPACK_DEQUANTIZE_PERMUTE, message, index, *row)
     erase_unused(dead)
 
 
