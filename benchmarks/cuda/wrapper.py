@@ -83,7 +83,8 @@ class _Reader:
         self._allocated: list[str] = []
         self._lists_given: list[str] = []
         self._tensors: dict[str, Tensor] = {}
-        self._tuples: set[str] = set()
+        self._tuples: dict[str, Call] = {}
+        """Result of an operator, of which there may be several -> its call."""
         self._lists: dict[str, list[str]] = {}
         """List of integers -> the names that they have been given."""
         self._heir = ""  # what the statement before made of another, which may be given up for it
@@ -156,11 +157,12 @@ class _Reader:
         elif isinstance(value, ast.Subscript) and (made := _subscripted(value)) in self._lists:
             self._lists[made].append(name)
         elif isinstance(value, ast.Subscript) and made in self._tuples:
-            whole, sizes = self._tensors[made], BYTES_OF_RESULTS.get(self._calls[-1].name, ())
+            maker, whole = self._tuples[made], self._tensors[made]
+            sizes = BYTES_OF_RESULTS.get(maker.name, ())
             place = value.slice.value if isinstance(value.slice, ast.Constant) else None
             itemsize = sizes[place] if sizes and place is not None else whole.itemsize
             self._tensors[name] = Tensor(name, None, itemsize)
-            self._calls[-1].writes.append(self._tensors[name])
+            maker.writes.append(self._tensors[name])
         else:
             self._numbers[name] = ast.unparse(value)
 
@@ -302,11 +304,12 @@ class _Reader:
         if target is not None:
             itemsize = _itemsize_of_result(call, name, reads)
             self._tensors[target] = Tensor(target, None, itemsize)
-            self._tuples.add(target)
             kept.append(self._tensors[target])
         elif not kept:
             kept = list(reads)  # in place
         self._say(call, Kind.EXTERN, name, reads=reads, writes=kept)
+        if target is not None:
+            self._tuples[target] = self._calls[-1]
 
     def _say(
         self,

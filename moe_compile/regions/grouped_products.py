@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from moe_compile.graph.edit import call_otherwise
 from moe_compile.graph.query import argument_of
-from moe_compile.ops.scaled_products import GROUPED_MM_FP8
+from moe_compile.ops.scaled_products import GROUPED_MM_FP8, QUANTIZE_ROWS
 
 GROUPED: Final = tuple(
     getattr(module, name)
@@ -45,6 +45,14 @@ def factors_of(node: fx.Node) -> tuple[Any, Any, Any]:
     if len(node.args) < 2 or offs is None or any(one is not None for one in others):
         return None, None, None
     return node.args[0], node.args[1], offs
+
+
+def takes_messages(node: fx.Node) -> bool:
+    """Whether a node of an ATen graph quantises rows as messages of exchanges are quantised."""
+    if node.target is not QUANTIZE_ROWS:
+        return False
+    recipe, element = argument_of(node, 1, "recipe"), argument_of(node, 2, "element")
+    return recipe == "blockwise" and element in (None, "e4m3")
 
 
 def compute_in_eight_bits(node: fx.Node, how: EightBits) -> None:

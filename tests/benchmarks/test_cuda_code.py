@@ -297,7 +297,11 @@ buf5 = torch.ops.megamoe.quantize_weight.default(primals_2, 'blockwise')
 buf6 = torch.ops.megamoe.{product}.default(buf3, buf4, buf5, buf5, None, '', torch.bfloat16)
 return (buf6, )
 """
-AS_THEY_CAME = "buf2 = torch.ops.megamoe.message_rows.default(buf1, None, 128)"
+AS_THEY_CAME = """
+buf9 = empty_strided_cuda((8, ), (1, ), torch.int64)
+buf2 = torch.ops.megamoe.message_rows.default(buf1, buf9, 128)
+del buf9
+""".strip()
 COPIED = """
 buf7 = torch.ops.megamoe.unpack_dequantize.default(buf1, 128, torch.bfloat16)
 assert_size_stride(buf7, (8, 128), (128, 1), 'rows')
@@ -317,7 +321,8 @@ def test_a_copy_of_rows_between_their_wait_and_their_product_is_seen():
     payload, scales = 8 * 128, 8 * 4
     (direct,) = fed(AS_THEY_CAME)
     assert (direct.received_bytes, direct.num_kernels) == (8 * 144, 1)
-    assert (direct.read_bytes, direct.written_bytes) == (8 * 144, payload + scales + 1)
+    index = 8 * 8
+    assert (direct.read_bytes, direct.written_bytes) == (8 * 144 + index, payload + scales + 1)
     (copied,) = fed(COPIED)
     assert copied.num_kernels == 2
     assert copied.read_bytes == 8 * 144 + 2 * payload
@@ -404,6 +409,7 @@ def check_that_wrong_code_is_found(folder):
         ("deepseek-16b-ep8", 2),
         ("qwen3-ep8-checkpoint", 4),
         ("layer-ep8-fp8_blockwise", 2),
+        ("deepseek-16b-ep8-fp8_blockwise", 2),
     ],
 )
 def test_code_of_a_chunked_layer_keeps_the_schedule_and_reads_the_host_once(tmp_path, name, chunks):
