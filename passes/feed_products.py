@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Final
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from moe_compile.graph.edit import ValuedEmitter, call_otherwise, erase_unused
+from moe_compile.graph.edit import ValuedEmitter, call_otherwise, erase_unused, replace_uses
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import is_of_backward, tensor_of
 from moe_compile.graph.row_moves import ATEN, SLICE, row_gather, run_of_rows, zero_rows
@@ -146,9 +146,9 @@ def _size_behind(rows: fx.Node, message: Any) -> fx.Node:
     others = (tensor_of(part) for part in (parts_of(rows) or [])[1:])
     num_zeros = sum(int(part.shape[0]) for part in others if part is not None)
     size = emit.call(operator.add, emit.call(SIZE, message, 0), num_zeros)
-    for reader in [u for u in rows.users if u.target is SIZE and u.args[1] == 0]:
-        reader.replace_all_uses_with(size)
-        reader.graph.erase_node(reader)
+    asking = [user for user in rows.users if user.target is SIZE and user.args[1] == 0]
+    replace_uses(dict.fromkeys(asking, size))
+    erase_unused(asking)
     return size
 
 

@@ -21,10 +21,17 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.edit import ValuedEmitter, call_otherwise, erase_unused, read_instead
+from moe_compile.graph.edit import (
+    Emitter,
+    ValuedEmitter,
+    call_otherwise,
+    erase_unused,
+    read_instead,
+)
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.row_moves import (
     ATEN,
+    FULL,
     SLICE,
     SPLIT,
     row_gather,
@@ -199,7 +206,10 @@ def join_messages(rows: fx.Node, parts: list[fx.Node], message: Any) -> fx.Node:
             values = tensor_of(part)
             assert values is not None
             size = [values.shape[0], columns.shape[1]]
-            messages.append(emit.call(ATEN.new_zeros.default, message, size))
+            kind = {"dtype": columns.dtype, "device": columns.device, "pin_memory": False}
+            zeros = Emitter(rows).call(FULL, size, 0, **kind)  # Inductor lowers no new_zeros
+            zeros.meta["val"] = columns.new_zeros(size)
+            messages.append(zeros)
     joined = emit.call(ATEN.cat.default, messages)
     for reader in [user for user in rows.users if user.target is SIZE]:
         read_instead(reader, rows, joined)
