@@ -161,27 +161,29 @@ def test_a_permutation_of_joined_messages_unpacks_them_once(index):
     assert UNPACK_DEQUANTIZE not in targets(graph)
 
 
+@pytest.mark.parametrize(
+    "padding",
+    [
+        lambda rows: rows.new_zeros(rows.shape[-1]),
+        lambda rows: torch.full((1, WIDTH), 0.0, dtype=rows.dtype),
+    ],
+    ids=["as written", "of Inductor"],
+)
 @given(index=st.lists(st.integers(-13, 12), min_size=9, max_size=9).map(torch.tensor))
 @settings(deadline=None)
-def test_torchtitans_padding_is_a_message_of_zeros(index):
-    """As it is written, and as Inductor has it, which lowers no `new_zeros` of a pass."""
+def test_torchtitans_padding_is_a_message_of_zeros(padding, index):
+    """Inductor lowers no `new_zeros` that a pass emits."""
 
-    def as_written(rows):
-        return rows.new_zeros(rows.shape[-1])
+    def program(m, i):
+        rows = UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16)
+        return [torch.vstack((rows, padding(rows)))[i, :]]
 
-    def of_inductor(rows):
-        return torch.full((1, WIDTH), 0.0, dtype=rows.dtype)
-
-    for padding in (as_written, of_inductor):
-
-        def program(m, i, padding=padding):
-            rows = UNPACK_DEQUANTIZE(m, WIDTH, torch.bfloat16)
-            return [torch.vstack((rows, padding(rows)))[i, :]]
-
-        graph, report = folded(program, PACK(ROWS), index)
-        assert len(report.applied) == 1
-        assert UNPACK_DEQUANTIZE_PERMUTE in targets(graph)
-        assert not {UNPACK_DEQUANTIZE, torch.ops.aten.new_zeros.default} & {*targets(graph)}
+    graph, report = folded(program, PACK(ROWS), index)
+    assert len(report.applied) == 1
+    assert UNPACK_DEQUANTIZE_PERMUTE in targets(graph)
+    assert UNPACK_DEQUANTIZE not in targets(graph)
+    (joined,) = (n for n in graph.nodes if n.target is torch.ops.aten.cat.default)
+    assert joined.args[0][1].target is torch.ops.aten.full.default
 
 
 @given(first=indices(9, 12), cut=st.integers(0, 9))
