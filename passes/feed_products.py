@@ -9,7 +9,8 @@ Contract
     quantize_rows(unpack(m))                  ->  message_rows(m)
     quantize_rows(unpack(m)[p])               ->  message_rows(m, p); slices of rows alike
     quantize_rows(unpack(m)[i][p])            ->  message_rows(m, i[p])
-    quantize_rows(cat(unpack(a), zeros)[p])   ->  message_rows(cat(a, zeros), p)
+    quantize_rows(cat(unpack(m), zeros)[p])   ->  message_rows(m, p), beyond m rows of zeros
+    quantize_rows(cat(unpack(a), unpack(b)))  ->  message_rows(cat(a, b)), and rows of zeros alike
 
 A message has the scales of recipe "blockwise" with e4m3; products of another format are left. Where
 only the backward pass reads the rows it unpacks the message, which is kept in place of the rows.
@@ -18,6 +19,7 @@ Weights, and rows along rows, that the backward pass quantises are not quantised
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -25,18 +27,19 @@ from typing import Any, ClassVar, Final
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from moe_compile.graph.edit import ValuedEmitter, call_otherwise, erase_unused
+from moe_compile.graph.edit import ValuedEmitter, call_otherwise, erase_unused, replace_uses
 from moe_compile.graph.precedence import is_view
-from moe_compile.graph.query import argument_of, is_of_backward
+from moe_compile.graph.query import is_of_backward, tensor_of
 from moe_compile.graph.row_moves import ATEN, SLICE, row_gather, run_of_rows, zero_rows
 from moe_compile.journal.entries import PassReport
 from moe_compile.ops.quantized_rows import UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE
 from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS, QUANTIZE_WEIGHT
 from moe_compile.ops.weight_gradients import QUANTIZE_COLUMNS
 from moe_compile.plan.state import CompileState
+from moe_compile.regions.grouped_products import takes_messages
 from moe_compile.regions.row_chain import shape_of
 from passes.contract import Fact, GraphPass
-from passes.fold_row_moves import join_messages, parts_of
+from passes.fold_row_moves import SIZE, join_messages, parts_of
 
 UNPACKS: Final = (UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE)
 SAME: Final = (ATEN.clone.default, ATEN.expand.default)
@@ -73,8 +76,7 @@ class FeedProducts(GraphPass):
 
 def _moves_of(quantised: fx.Node) -> list[fx.Node]:
     """Return the nodes that moved the rows that are quantised since they arrived; [] for others."""
-    recipe, element = argument_of(quantised, 1, "recipe"), argument_of(quantised, 2, "element")
-    if recipe != "blockwise" or element not in (None, "e4m3"):
+    if not takes_messages(quantised):
         return []
     moves: list[fx.Node] = [quantised.args[0]]
     while (source := _moved_from(moves[-1])) is not None:
@@ -116,8 +118,12 @@ class _Messages:
             parts = parts_of(rows) or []
             first = next(part for part in parts if part.target is UNPACK_DEQUANTIZE)
             return join_messages(rows, parts, first.args[0]), None, first.args[1]
-        (message, before, width), emit = self.of(source), ValuedEmitter(rows)
-        if (gather := row_gather(rows)) is not None:
+        gather, emit = row_gather(rows), ValuedEmitter(rows)
+        if gather is not None and (unpacked := _before_zeros(source)) is not None:
+            message, width, _ = unpacked.args
+            return message, _from_start(emit, gather[1], _size_behind(source, message)), width
+        message, before, width = self.of(source)
+        if gather is not None:
             index = gather[1]
             if before is not None:
                 index = emit.call(ATEN.index.Tensor, before, [index])
@@ -127,6 +133,34 @@ class _Messages:
         if before is None:
             return emit.call(SLICE, message, *rows.args[1:]), None, width
         return message, emit.call(SLICE, before, *rows.args[1:]), width
+
+
+def _before_zeros(rows: fx.Node) -> fx.Node | None:
+    """Return the one unpacked message behind which rows of zeros are joined to make `rows`."""
+    parts = parts_of(rows) or []
+    unpacks = [part for part in parts if part.target is UNPACK_DEQUANTIZE]
+    return parts[0] if parts and parts[:1] == unpacks else None
+
+
+def _size_behind(rows: fx.Node, message: Any) -> fx.Node:
+    """Return the number of `rows`, of a message and of zeros; nobody asks them for it any more."""
+    emit = ValuedEmitter(rows)
+    others = (tensor_of(part) for part in (parts_of(rows) or [])[1:])
+    num_zeros = sum(int(part.shape[0]) for part in others if part is not None)
+    size = emit.call(operator.add, emit.call(SIZE, message, 0), num_zeros)
+    asking = [user for user in rows.users if user.target is SIZE and user.args[1] == 0]
+    replace_uses(dict.fromkeys(asking, size))
+    erase_unused(asking)
+    return size
+
+
+def _from_start(emit: ValuedEmitter, index: fx.Node, size: fx.Node) -> fx.Node:
+    """Return an index of so many rows that counts from their start alone.
+
+    Of the message, which is shorter, an index behind its end is one of a row of zeros.
+    """
+    from_end = emit.call(ATEN.add.Tensor, index, size)
+    return emit.call(ATEN.where.self, emit.call(ATEN.lt.Scalar, index, 0), from_end, index)
 
 
 def _unpack_in_backward(moved: list[fx.Node]) -> None:

@@ -21,10 +21,17 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.fx as fx
 
-from moe_compile.graph.edit import ValuedEmitter, erase_unused, read_instead
+from moe_compile.graph.edit import (
+    Emitter,
+    ValuedEmitter,
+    call_otherwise,
+    erase_unused,
+    read_instead,
+)
 from moe_compile.graph.query import tensor_of
 from moe_compile.graph.row_moves import (
     ATEN,
+    FULL,
     SLICE,
     SPLIT,
     row_gather,
@@ -70,7 +77,7 @@ class FoldRowMoves(GraphPass):
         for pack, gathered in packs:
             if gathered:
                 source, index = origins.of(pack.args[0])
-                pack.args = (source, index)
+                call_otherwise(pack, GATHER_QUANTIZE_PACK, source, index)
         for gather in dict.fromkeys(gather for _, gather in unpacks if gather is not None):
             _permute(gather)
         erase_unused(list(dict.fromkeys(sorted(origins.passed))))
@@ -182,8 +189,7 @@ def _permute(gather: fx.Node) -> None:
         row = list(unpacks[0].args[1:])
         message = join_messages(rows, parts, unpacks[0].args[0])
         dead = [*unpacks, *(n for p in parts for n in reversed(zero_rows(p) or [])), rows]
-    gather.target = UNPACK_DEQUANTIZE_PERMUTE
-    gather.args, gather.kwargs = (message, index, *row), {}
+    call_otherwise(gather, UNPACK_DEQUANTIZE_PERMUTE, message, index, *row)
     erase_unused(dead)
 
 
@@ -200,7 +206,10 @@ def join_messages(rows: fx.Node, parts: list[fx.Node], message: Any) -> fx.Node:
             values = tensor_of(part)
             assert values is not None
             size = [values.shape[0], columns.shape[1]]
-            messages.append(emit.call(ATEN.new_zeros.default, message, size))
+            kind = {"dtype": columns.dtype, "device": columns.device, "pin_memory": False}
+            zeros = Emitter(rows).call(FULL, size, 0, **kind)  # Inductor lowers no new_zeros
+            zeros.meta["val"] = columns.new_zeros(size)
+            messages.append(zeros)
     joined = emit.call(ATEN.cat.default, messages)
     for reader in [user for user in rows.users if user.target is SIZE]:
         read_instead(reader, rows, joined)

@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _write(options.json, found)
     console = Console(width=160)
     console.print(_table(found, names))
-    bars = (missed(name, found[name], known[name].parts) for name in names)
+    bars = (
+        missed(name, found[name], known[name].parts, is_fed=known[name].is_fed) for name in names
+    )
     failures = list(itertools.chain.from_iterable(bars))
     for line in failures:
         console.print(line, highlight=False)

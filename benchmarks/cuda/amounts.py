@@ -69,11 +69,10 @@ def bytes_of(wrapper: Wrapper, sizes: Sizes, weights: Container[str]) -> Bytes:
     found = Bytes()
     for call in wrapper.calls:
         if call.kind is Kind.LAUNCH:
-            found.collectives += sum(_nbytes(t, sizes) for t in call.reads)
+            found.collectives += sum(nbytes_of(t, sizes) for t in call.reads)
         elif call.kind in (Kind.TRITON, Kind.EXTERN):
-            most = elements_of(call, sizes)
             for tensor in (*call.reads, *call.writes):
-                nbytes = min(_nbytes(tensor, sizes), most * tensor.itemsize)
+                nbytes = bytes_in(call, tensor, sizes)
                 if tensor.buffer in weights:
                     found.weights += nbytes
                 else:
@@ -94,9 +93,9 @@ def copied_by_parts(
         if call.kind is Kind.PART:
             for tensor in (t for t in call.reads if t.storage not in made):
                 if tensor.buffer in weights:
-                    found.weights += _nbytes(tensor, sizes)
+                    found.weights += nbytes_of(tensor, sizes)
                 else:
-                    found.activations += _nbytes(tensor, sizes)
+                    found.activations += nbytes_of(tensor, sizes)
             made |= {t.storage for t in call.reads}
         elif call.part is not None:
             made |= {t.storage for t in call.writes}
@@ -129,7 +128,13 @@ def evaluated(expression: str, sizes: Sizes) -> int:
     )
 
 
-def _nbytes(tensor: Tensor, sizes: Sizes) -> float:
+def bytes_in(call: Call, tensor: Tensor, sizes: Sizes) -> float:
+    """Return the bytes that a kernel reads, or writes, of one of its tensors."""
+    return min(nbytes_of(tensor, sizes), elements_of(call, sizes) * tensor.itemsize)
+
+
+def nbytes_of(tensor: Tensor, sizes: Sizes) -> float:
+    """Return the bytes of a tensor; of one element where its size is not said."""
     shape = tensor.shape or ()
     return tensor.itemsize * math.prod(evaluated(size, sizes) for size in shape)
 
@@ -168,12 +173,12 @@ def weights_of_backward(
     for call in reversed(backward.calls):
         written = [t for t in call.writes if t.buffer in found]
         if call.kind is Kind.TRITON and written:
-            most = max(_nbytes(t, sizes) for t in written)
+            most = max(nbytes_of(t, sizes) for t in written)
             found |= {
                 t.buffer
                 for t in call.reads
                 if t.buffer not in backward.inputs
                 and not any(names_in(size) for size in t.shape or ())
-                and _nbytes(t, sizes) <= most
+                and nbytes_of(t, sizes) <= most
             }
     return found

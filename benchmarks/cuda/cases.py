@@ -38,6 +38,8 @@ class Program:
     """Of the first of two hops, with sums on nodes of `RANKS_OF_A_NODE`; 0 for one hop."""
     wire: str = "same"
     """Of dispatch and combine."""
+    products: str = "same"
+    """Number format of experts' products; if it is not the model's, dispatch is in fp8 too."""
     is_captured: bool = False
     """Whether CUDA graphs are asked for."""
 
@@ -50,6 +52,7 @@ class Program:
             f"parts{self.parts}": self.parts > 1,
             f"hops{self.hop_slices}": self.is_in_hops,
             self.wire: self.wire != "same",
+            self.products: self.products != "same",
             "graphs": self.is_captured,
         }
         return "-".join([self.block, f"ep{self.ep}", *(word for word, has in how.items() if has)])
@@ -58,6 +61,11 @@ class Program:
     def is_in_hops(self) -> bool:
         """Return whether rows come in two hops."""
         return self.hop_slices > 0
+
+    @property
+    def is_fed(self) -> bool:
+        """Return whether products are given rows as they came."""
+        return self.products == "fp8_blockwise"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -69,6 +77,8 @@ class Program:
             options |= {"nodes": "rounded", "hop_slices": self.hop_slices}
         if self.wire != "same":
             options |= {"dispatch_wire": self.wire, "combine_wire": self.wire}
+        if self.products != "same":
+            options |= {"expert_compute": self.products, "dispatch_wire": "fp8"}
         return {**options, "equal_tokens": True, "strict": True} if options else options
 
     @property
@@ -111,8 +121,9 @@ PROGRAMS: Final = (
     Program(
         block="deepseek-671b", ep=64, is_checkpointed=True, tp=2, parts=2, hop_slices=4, wire="fp8"
     ),
+    Program(block="deepseek-671b", ep=64, products="fp8_blockwise"),
 )
 """Of every two of block, EP, checkpointing and TP all pairs of values, but where there is none: a
 layer by itself has no TP, and Llama 4 has 16 experts, so EP 16 stands for 64. Behind these one in
-parts, one in two hops, one whose parts between host reads are captured in CUDA graphs, and one in
-parts and two hops with messages in eight bits."""
+parts, one in two hops, one whose parts between host reads are captured in CUDA graphs, one in
+parts and two hops with messages in eight bits, and one whose experts multiply in eight bits."""

@@ -21,6 +21,7 @@ from benchmarks.cuda.amounts import (
     weights_of_forward,
 )
 from benchmarks.cuda.calls import Call, Kind, Wrapper
+from benchmarks.cuda.fed_rows import FedRows, fed_rows
 from benchmarks.cuda.in_flight import faults
 from benchmarks.cuda.wrapper import read_wrapper
 from moe_compile.testing.wrapper_order import EventKind
@@ -67,6 +68,8 @@ class Findings:
     collective_bytes: float
     estimated_bytes: float
     """Of weights and activations, by the costs that it was scheduled by."""
+    fed: tuple[FedRows, ...]
+    """Rows of each exchange that a grouped product multiplies, on their way to it."""
     order: str
     """Of launches, waits, matrix products and attention, one letter each."""
     keeps_order: bool
@@ -131,6 +134,7 @@ def _findings(
         activation_bytes=moved.activations,
         collective_bytes=moved.collectives,
         estimated_bytes=estimated_bytes,
+        fed=tuple(fed_rows(wrapper, sizes)),
         order=order,
         keeps_order=_by_exchange(order) == _by_exchange(scheduled),
         faults=tuple(faults(wrapper)),

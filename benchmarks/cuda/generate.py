@@ -46,9 +46,9 @@ from passes.pin_order import PinOrder
 
 PHASES = ("forward", "backward")
 SMALL = [
-    Program(block=b, ep=8, is_captured=is_captured)
+    Program(block=b, ep=8, is_captured=is_captured, products=products)
     for b in ("layer", *MODELS)
-    for is_captured in (False, True)
+    for is_captured, products in ((False, "same"), (True, "same"), (False, "fp8_blockwise"))
 ]
 KNOWN = {p.name: p for p in (*PROGRAMS, *SMALL)}
 

@@ -37,7 +37,7 @@ def _letter(node: fx.Node) -> str:
     name = str(node.target)
     if is_higher_order(node):  # the operator that it runs
         name = " ".join(str(a) for a in node.args if isinstance(a, torch._ops.OpOverload))
-    if name.startswith("aten.") and "mm." in name:
+    if name.startswith(("aten.", "megamoe.")) and "mm." in name:
         return EventKind.GEMM.value
     if "dot_product" in name:
         return EventKind.ATTENTION.value

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -52,6 +52,13 @@ READ: Final = ("in_ptr", "arg_")
 WRITTEN_BY_FLEX: Final = frozenset({"arg_LSE", "arg_MAX", "arg_DQ", "arg_DV"})
 """But these of FlexAttention's, of which the first is read in the backward."""
 OF_PYTHON: Final = {"max", "min", "abs", "int", "float", "len"}
+BYTES_OF_RESULTS: Final = {
+    "megamoe.gather_quantize_pack": (1,),
+    "megamoe.message_rows": (1, 4),
+    "megamoe.quantize_rows": (1, 4),
+    "megamoe.quantize_weight": (1, 4),
+}
+"""Bytes of an element of each result, where no argument says its type and no operand has it."""
 VIEWS: Final = {
     "view_as_complex", "view_as_real", "_conj", "view", "detach", "permute", "reshape",
 }  # fmt: skip
@@ -76,7 +83,8 @@ class _Reader:
         self._allocated: list[str] = []
         self._lists_given: list[str] = []
         self._tensors: dict[str, Tensor] = {}
-        self._tuples: set[str] = set()
+        self._tuples: dict[str, Call] = {}
+        """Result of an operator, of which there may be several -> its call."""
         self._lists: dict[str, list[str]] = {}
         """List of integers -> the names that they have been given."""
         self._heir = ""  # what the statement before made of another, which may be given up for it
@@ -149,9 +157,12 @@ class _Reader:
         elif isinstance(value, ast.Subscript) and (made := _subscripted(value)) in self._lists:
             self._lists[made].append(name)
         elif isinstance(value, ast.Subscript) and made in self._tuples:
-            whole = self._tensors[made]
-            self._tensors[name] = Tensor(name, None, whole.itemsize)
-            self._calls[-1].writes.append(self._tensors[name])
+            maker, whole = self._tuples[made], self._tensors[made]
+            sizes = BYTES_OF_RESULTS.get(maker.name, ())
+            place = value.slice.value if isinstance(value.slice, ast.Constant) else None
+            itemsize = sizes[place] if sizes and place is not None else whole.itemsize
+            self._tensors[name] = Tensor(name, None, itemsize)
+            maker.writes.append(self._tensors[name])
         else:
             self._numbers[name] = ast.unparse(value)
 
@@ -291,13 +302,14 @@ class _Reader:
                 writes.append(self._tensor_or_none(keyword.value))
         kept = [w for w in writes if w is not None]
         if target is not None:
-            itemsize = next((r.itemsize for r in reads if r.itemsize), 0)
+            itemsize = _itemsize_of_result(call, name, reads)
             self._tensors[target] = Tensor(target, None, itemsize)
-            self._tuples.add(target)
             kept.append(self._tensors[target])
         elif not kept:
             kept = list(reads)  # in place
         self._say(call, Kind.EXTERN, name, reads=reads, writes=kept)
+        if target is not None:
+            self._tuples[target] = self._calls[-1]
 
     def _say(
         self,
@@ -370,6 +382,14 @@ class _Reader:
         found = [self._tensor_or_none(e) for e in elements]
         self._results = tuple(t.buffer if t is not None else "" for t in found)
         self._say(statement, Kind.RETURN, "return", reads=[t for t in found if t is not None])
+
+
+def _itemsize_of_result(call: ast.Call, name: str, reads: Sequence[Tensor]) -> int:
+    """Return that of the type that an operator is given, of its kind, or of what it reads."""
+    given = (ast.unparse(a).removeprefix("torch.") for a in call.args)
+    types = [ITEMSIZE[one] for one in given if one in ITEMSIZE]
+    read = [r.itemsize for r in reads if r.itemsize]
+    return next(iter([*types, *BYTES_OF_RESULTS.get(name, ())[:1], *read]), 0)
 
 
 def _operator_name(call: ast.Call, name: str) -> str:

@@ -23,7 +23,7 @@ from moe_compile.simulator.checks import FIGURE_14_GAINS, RATIO, Check, Row
 from moe_compile.simulator.cluster_timeline import LEGEND, layer_trace
 from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
 from moe_compile.simulator.layer_tasks import time_layer
-from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Method
+from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Method, Products
 from moe_compile.simulator.models import MODELS, TABLE_2, ModelShape
 from moe_compile.simulator.parts_table import find_part_shares
 from moe_compile.simulator.scenario import (
@@ -86,6 +86,13 @@ def add_simulate(commands: Any) -> None:
         help="number format in which rows travel to experts and back",
     )
     parser.add_argument(
+        "--products",
+        choices=tuple(one.value for one in Products),
+        help="number format of matrix products but those of gradients of weights: fp8 is that of "
+        "experts' products by expert_compute, with the time to quantise; fp8-free the same if "
+        "quantising took no time; fp8-all also that of all other products, quantised in no time",
+    )
+    parser.add_argument(
         "--schedule",
         type=_words,
         default=(),
@@ -139,6 +146,8 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
         f"{job.seq_len}, pipeline {job.pipeline} x {job.virtual_stages}; {fitted}"
     )
     tables.print_predictions(rows, title, _console(known))
+    if rate := _eight_bit_rate(setting):
+        tables.print_eight_bit_rate(rate, setting.method.products, _console(known))
     return {
         "model": setting.model.name,
         "cluster": setting.profile.name,
@@ -147,7 +156,22 @@ def _predictions(known: argparse.Namespace) -> dict[str, Any]:
         "contention": setting.costs.link.contention,
         "overlap_slowdown": setting.costs.link.overlap_slowdown,
         "job": asdict(job),
+        "products": setting.method.products.value,
+        "eight_bit_rate": rate,
         "rows": tables.as_data(rows),
+    }
+
+
+def _eight_bit_rate(setting: Setting) -> dict[str, Any] | None:
+    """Return the rate of products in fp8 with the origins of its factors; None without them."""
+    if setting.method.products is Products.BF16:
+        return None
+    compute, factors = setting.profile.compute, ("fp8_tflops", "fp8_gemm_share")
+    return {
+        "tflops": compute.large_tflops * compute.eight_bit_share,
+        "bf16_tflops": compute.large_tflops,
+        **{name: getattr(compute, name) for name in factors},
+        "origins": {name: compute.origins[name] for name in factors},
     }
 
 
@@ -209,6 +233,8 @@ def _setting(known: argparse.Namespace) -> Setting:
     if known.wire:
         nbytes = 1.0 if known.wire == "fp8" else 2.0
         changes |= {"dispatch_bytes": nbytes, "combine_bytes": nbytes}
+    if known.products:
+        changes["products"] = Products(known.products)
     return make_setting(known.model, known.cluster, fit=known.fit, changes=changes)
 
 

@@ -52,10 +52,14 @@ class Work:
     fuses_what_it_reads: bool = False
     moves_rows: bool = False
     """Whether it does nothing but gather rows by an index."""
+    pads_rows: bool = False
+    """Whether it does nothing but join rows of zeros to rows."""
     reads_pieces: bool = False
     """Whether it reads rows in place, of several matrices, in any order."""
     quantises: bool = False
     """Whether it quantises rows or a weight for a product."""
+    takes_messages: bool = False
+    """Whether it quantises rows as exchanges do, so that it may read a message as it came."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,12 +60,12 @@ from moe_compile.cost.layer_program import (
 from moe_compile.cost.region_work import Work
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.graph.query import is_all_to_all, is_launch, value_of
-from moe_compile.graph.row_moves import row_gather
+from moe_compile.graph.row_moves import pads_rows, row_gather
 from moe_compile.hardware.products import Product
 from moe_compile.ops.scaled_products import QUANTIZE_ROWS, QUANTIZE_WEIGHT
 from moe_compile.ops.weight_gradients import QUANTIZE_COLUMNS
 from moe_compile.regions.fused_sums import FusedSums
-from moe_compile.regions.grouped_products import EightBits
+from moe_compile.regions.grouped_products import EightBits, takes_messages
 from moe_compile.regions.regions import MoERegion, Region
 from moe_compile.source_hash import hash_of_sources
 from moe_compile.torch_quirks.cache_files import keep, kept_path
@@ -294,8 +294,10 @@ def _work_of(
         is_fusible=is_fusible(node),
         fuses_what_it_reads=fuses_what_it_reads(node),
         moves_rows=row_gather(node) is not None,
+        pads_rows=pads_rows(node),
         reads_pieces=reads_pieces(node),
         quantises=node.target in (QUANTIZE_ROWS, QUANTIZE_WEIGHT, QUANTIZE_COLUMNS),
+        takes_messages=takes_messages(node),
     )
 
 

@@ -7,6 +7,7 @@ Contract
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ SHAPING: Final = (
     ATEN.reshape.default,
     ATEN.unsqueeze.default,
 )
+FULL: Final = ATEN.full.default
 ZEROS: Final = (ATEN.new_zeros.default, ATEN.zeros.default)
 
 
@@ -88,11 +90,28 @@ def rows_joined(node: fx.Node) -> list[fx.Node] | None:
 
 
 def zero_rows(node: fx.Node) -> list[fx.Node] | None:
-    """Return the nodes that make `node`, a fixed number of rows of zeros nobody else reads."""
+    """Return the nodes that make `node`, a fixed number of rows of zeros.
+
+    Nobody else reads them, unless they are made of nothing.
+    """
     rows = tensor_of(node)
     chain = [node]
     while chain[-1].target in SHAPING and len(chain[-1].users) == 1:
         chain.append(chain[-1].all_input_nodes[0])
-    made = chain[-1].target in ZEROS and len(chain[-1].users) == 1
+    made = is_full_of_zeros(chain[-1])
+    made |= chain[-1].target in ZEROS and len(chain[-1].users) == 1
     fixed = rows is not None and rows.dim() == 2 and isinstance(rows.shape[0], int)
     return chain if made and fixed else None
+
+
+def pads_rows(node: fx.Node) -> bool:
+    """Whether `node` joins rows of zeros to rows, and nothing else."""
+    parts = rows_joined(node) or []
+    return len(parts) > 1 and sum(zero_rows(part) is None for part in parts) == 1
+
+
+def is_full_of_zeros(node: fx.Node) -> bool:
+    """Whether `node` makes zeros as Inductor writes them; zeros below 0 have other bits."""
+    value = node.args[1] if node.target is FULL else None
+    is_number = isinstance(value, int | float)
+    return is_number and value == 0 and math.copysign(1.0, value) > 0

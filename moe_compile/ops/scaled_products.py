@@ -115,10 +115,15 @@ def message_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return payload `[R, width]`, e4m3, and scales `[R, blocks]` of messages `index_R`, or of all.
 
-    They are rows of recipe "blockwise". A negative index counts from the end.
+    They are rows of recipe "blockwise". A negative index counts from the end; one of S or more is
+    that of a row of zeros.
     """
     check_message(message_SM, width)
-    message_RM = message_SM if index_R is None else message_SM[index_R]
+    message_RM = message_SM
+    if index_R is not None:
+        num, size = message_SM.shape
+        place_R = torch.where(index_R < 0, index_R + num, index_R.clamp(max=num))
+        message_RM = torch.cat([message_SM, message_SM.new_zeros((1, size))])[place_R]
     payload, scales = message_RM[:, :width], message_RM[:, payload_bytes(width) :]
     return (
         payload.clone(memory_format=ROW_AFTER_ROW).view(torch.float8_e4m3fn),

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from moe_compile.cost.region_work import RegionWork
+from moe_compile.cost.region_work import RegionWork, Work
 
 CHUNKS: Final = (1, 2, 4, 8)
 """Numbers of chunks that are tried: beyond eight each chunk's fixed costs outgrow the gain."""
@@ -149,3 +149,19 @@ def _chunks(work: RegionWork, axes: tuple[str, ...]) -> Iterator[tuple[int, str]
         for axis in axes[:1] if num == 1 else axes:
             if axis == "tokens" or work.num_parts % num == 0:
                 yield num, axis
+
+
+def goes_in_hops(work: Work, nodes: str, *, is_forward: bool) -> bool:
+    """Whether an exchange goes in two hops where the option says `nodes`.
+
+    Rows of tokens forward, and gradients of their sums backward, are copies: either option sends
+    them in two hops.
+    """
+    return work.exchange == copied_exchange(is_forward) or (
+        nodes == "rounded" and work.exchange == copied_exchange(not is_forward)
+    )
+
+
+def copied_exchange(is_forward: bool) -> str:
+    """Return the exchange of a phase whose rows are copies."""
+    return "dispatch" if is_forward else "combine"

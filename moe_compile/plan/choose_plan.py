@@ -38,8 +38,9 @@ from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.cost.tasks import COMPUTE, LINK, STREAMS, TaskList
 from moe_compile.journal.entries import Verdict
 from moe_compile.journal.reasons import Reason
-from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.region_tasks import add_hops, folds_of, goes_in_hops, price_us
+from moe_compile.plan.candidates import Candidate, goes_in_hops
+from moe_compile.plan.region_tasks import add_hops, price_us
+from moe_compile.plan.row_folds import folds_of
 
 Price = Callable[[RegionWork, Candidate, Rates], float]
 """Function that returns the time of forward and backward."""
@@ -256,9 +257,9 @@ def least_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
     total = 0.0
     for phase in work.phases:
         busy = dict.fromkeys(STREAMS, 0.0)
-        spared = folds_of(work, phase, candidate).spared
+        folds = folds_of(work, phase, candidate)
         for index, one in enumerate(phase):
-            left = replace(one, nbytes=one.nbytes - spared[index]) if index in spared else one
+            left = folds.left_of(index, one)
             for stream, us in _busy(work, left, candidate, rates, phase is work.forward).items():
                 busy[stream] += us
         total += max(busy.values())

@@ -10,9 +10,7 @@ Contract
     In eight bits a row is packed in front of the first hop, handed on as received, and unpacked
     behind the second; sums of a node are packed anew on their way home.
     Experts are chosen evenly.
-    A gather that makes rows for an exchange in eight bits alone is done by the kernel that packs
-    them, and a gather that is the only reader of received rows by the kernel that unpacks
-    (`passes/fold_row_moves.py`): rows are neither written nor read between the two.
+    Passes over rows that other kernels do on the way are taken off (`plan/row_folds.py`).
 
 Pseudo-code
     work of the region: one task per chunk, of its share; other work: one task
@@ -30,7 +28,7 @@ Pseudo-code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -50,7 +48,8 @@ from moe_compile.cost.tasks import (
 )
 from moe_compile.hardware.links import leaving_share
 from moe_compile.hardware.products import Product
-from moe_compile.plan.candidates import Candidate
+from moe_compile.plan.candidates import Candidate, copied_exchange, goes_in_hops
+from moe_compile.plan.row_folds import NO_FOLDS, RowFolds, folds_of, unpacked_bytes
 
 WHOLE: Final = -1
 """Key of a task that is not divided into chunks."""
@@ -94,58 +93,6 @@ def fastest(tasks: Sequence[Task], rates: Rates) -> TaskTimeline:
     return min(runs, key=lambda run: run.total_us)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowFolds:
-    """The folds of one phase; works by their index."""
-
-    gathered: frozenset[int]
-    """Exchanges whose rows are gathered as they are packed."""
-    permuted: frozenset[int]
-    """Exchanges whose rows are put in order as they are unpacked."""
-    spared: Mapping[int, float]
-    """Work that gathers -> bytes that it no longer reads or writes."""
-
-
-NO_FOLDS: Final = RowFolds(gathered=frozenset(), permuted=frozenset(), spared={})
-
-
-def row_folds(phase: Sequence[Work], is_packed: Callable[[Work], bool]) -> RowFolds:
-    """Return the folds of a phase of which some exchanges travel packed."""
-    readers: list[list[int]] = [[] for _ in phase]
-    for index, work in enumerate(phase):
-        for other in work.needs:
-            readers[other].append(index)
-    gathered, permuted, spared = set(), set(), {}
-    for index, work in enumerate(phase):
-        if not work.exchange or not is_packed(work):
-            continue
-        rows = max(work.needs, key=lambda i: phase[i].written, default=None)
-        if rows is not None and phase[rows].moves_rows and readers[rows] == [index]:
-            gathered.add(index)
-            spared[rows] = phase[rows].written
-        if len(readers[index]) == 1 and phase[reader := readers[index][0]].moves_rows:
-            permuted.add(index)
-            spared[reader] = min(work.written, phase[reader].written)
-    return RowFolds(gathered=frozenset(gathered), permuted=frozenset(permuted), spared=spared)
-
-
-def folds_of(region: RegionWork, phase: Sequence[Work], candidate: Candidate) -> RowFolds:
-    """Return the folds of a phase of `region` as a candidate runs it.
-
-    Exchanges in two hops are left out: their own prices take off the spared bytes.
-    """
-    if candidate.dispatch_wire == candidate.combine_wire == "same":
-        return NO_FOLDS
-    is_forward = phase is region.forward
-
-    def is_packed(work: Work) -> bool:
-        if candidate.nodes != "off" and goes_in_hops(work, candidate.nodes, is_forward=is_forward):
-            return False
-        return candidate.wire_share(region, work.exchange, is_forward=is_forward) < 1.0
-
-    return row_folds(phase, is_packed)
-
-
 @dataclass(slots=True)
 class _Phase:
     """Builds the tasks of one phase."""
@@ -177,7 +124,16 @@ class _Phase:
         for index, work in enumerate(self.work):
             if work.makes_gradient and WHOLE not in self.of_work[index]:
                 self._join(index)
+        if not self._is_forward:
+            self._add_unpacked()
         return self.made.tasks
+
+    def _add_unpacked(self) -> None:
+        """Add what unpacks rows that the forward kept as they came, for gradients of weights."""
+        num = self.candidate.num_chunks
+        nbytes = unpacked_bytes(self.region, self.candidate) * self.region.imbalance
+        for _ in range(num if nbytes else 0):
+            self.made.add("unpack", self.rates.memory_us(nbytes / num), [])
 
     def _chunks_of(self, work: Work) -> Sequence[int]:
         num = self.candidate.num_chunks
@@ -305,8 +261,8 @@ class _Phase:
                 weights *= load.weights
             elif work.makes_gradient:
                 weights *= 1.0 + GRADIENT_SUM
-        nbytes = (work.nbytes - self.folds.spared.get(index, 0.0)) * rows
-        amounts = work.operations * rows, nbytes + weights, work.num_kernels
+        left = self.folds.left_of(index, work)
+        amounts = work.operations * rows, left.nbytes * rows + weights, left.num_kernels
         us = self.rates.compute_us(*amounts, self._product(work, chunk, load))
         return self.made.add(work.name, us, needs)
 
@@ -343,7 +299,7 @@ class _Phase:
         An exchange that sums rows has one last task; one that copies them sends all tokens at once.
         """
         chunks, is_forward = self._chunks_of(work), self._is_forward
-        is_copy = work.exchange == _copies(is_forward)
+        is_copy = work.exchange == copied_exchange(is_forward)
         needs = [self._needs(work, chunk) for chunk in ([WHOLE] if is_copy else chunks)]
         last = add_hops(self.made, self.region, work, self.candidate, self.rates, needs, is_forward)
         return dict(zip(chunks if is_copy else [WHOLE], last, strict=True))
@@ -360,7 +316,7 @@ class _Phase:
         launch = self.made.add("launch", self.rates.op_overhead_us, needs)
         us = self.rates.link_us(rows * smaller, is_gather=work.is_gather)
         done = self.made.add(work.name, us, [launch], LINK)
-        if not is_packed or self._unpacks_joined(index):
+        if not is_packed or index in self.folds.fed or self._unpacks_joined(index):
             return done
         written = 0.0 if index in self.folds.permuted else rows
         unpack_us = self.rates.memory_us(written + rows * smaller)
@@ -385,21 +341,6 @@ class _Phase:
         return self.work[index].link_bytes if index == self.sorts else rows
 
 
-def goes_in_hops(work: Work, nodes: str, *, is_forward: bool) -> bool:
-    """Whether an exchange goes in two hops where the option says `nodes`.
-
-    Rows of tokens forward, and gradients of their sums backward, are copies: either option sends
-    them in two hops.
-    """
-    return work.exchange == _copies(is_forward) or (
-        nodes == "rounded" and work.exchange == _copies(not is_forward)
-    )
-
-
-def _copies(is_forward: bool) -> str:
-    return "dispatch" if is_forward else "combine"
-
-
 def add_hops(
     made: TaskList,
     region: RegionWork,
@@ -413,7 +354,7 @@ def add_hops(
     summed. `needs` are of each chunk where rows are summed, else of all.
     """
     assert region.hops is not None
-    is_copy = work.exchange == _copies(is_forward)
+    is_copy = work.exchange == copied_exchange(is_forward)
     share = candidate.wire_share(region, work.exchange, is_forward=is_forward)
     of_rank = region.imbalance if work.is_chunked else 1.0
     rows = work.link_bytes * of_rank / leaving_share(region.num_ranks)

@@ -20,7 +20,7 @@ from moe_compile.allowed_values import FORWARD_PRODUCTS
 from moe_compile.graph.dependence import Dependence
 from moe_compile.graph.edit import call_otherwise
 from moe_compile.graph.query import argument_of, called_name
-from moe_compile.ops.scaled_products import AS_IT_IS, GROUPED_MM_FP8
+from moe_compile.ops.scaled_products import AS_IT_IS, GROUPED_MM_FP8, QUANTIZE_ROWS
 
 GROUPED: Final = tuple(
     getattr(module, name)
@@ -104,6 +104,14 @@ def names_of(
 
 def _has_activation(nodes: Iterable[fx.Node]) -> bool:
     return any(called_name(node).partition(".")[0] in ACTIVATIONS for node in nodes)
+
+
+def takes_messages(node: fx.Node) -> bool:
+    """Whether a node of an ATen graph quantises rows as messages of exchanges are quantised."""
+    if node.target is not QUANTIZE_ROWS:
+        return False
+    recipe, element = argument_of(node, 1, "recipe"), argument_of(node, 2, "element")
+    return recipe == "blockwise" and element in (None, "e4m3")
 
 
 def compute_in_eight_bits(node: fx.Node, how: EightBits) -> None:

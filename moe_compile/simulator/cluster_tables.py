@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
@@ -19,6 +19,7 @@ from rich.table import Table
 from moe_compile.report.explain import LOG_WIDTH
 from moe_compile.simulator.checks import Check, Row
 from moe_compile.simulator.explain import Change, ScheduleBound
+from moe_compile.simulator.method import Products
 from moe_compile.simulator.parts_table import PartShares
 from moe_compile.simulator.scenario import Prediction
 
@@ -46,6 +47,25 @@ def new_console() -> Console:
     if not console.is_terminal:
         console.width = LOG_WIDTH
     return console
+
+
+IN_EIGHT_BITS: Final = {
+    Products.EXPERTS: "Products of experts and of gradients of their rows are in fp8, and "
+    "quantising is counted",
+    Products.EXPERTS_FREE: "Products of experts and of gradients of their rows are in fp8, and "
+    "quantising takes no time: a bound",
+    Products.ALL: "All products but those of gradients of weights are in fp8, and quantising takes "
+    "no time: a bound",
+}
+
+
+def print_eight_bit_rate(rate: Mapping[str, Any], products: Products, console: Console) -> None:
+    """Print which products are in fp8, their rate, and the origins of its factors."""
+    origins = "; ".join(f"{name} {rate[name]}: {text}" for name, text in rate["origins"].items())
+    console.print(
+        f"{IN_EIGHT_BITS[products]}. A large product has {rate['tflops']:.0f} TFLOP/s in fp8, "
+        f"{rate['bf16_tflops']:.0f} in bf16 ({origins})."
+    )
 
 
 def print_predictions(rows: Sequence[Prediction], title: str, console: Console) -> None:

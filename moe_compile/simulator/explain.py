@@ -14,7 +14,13 @@ from typing import Final
 from moe_compile.hardware.cluster import ClusterProfile, Fit
 from moe_compile.simulator import setups
 from moe_compile.simulator.layer_tasks import bound_us, time_layer
-from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Method, Overlap
+from moe_compile.simulator.method import (
+    AttentionSharding,
+    ExpertSharding,
+    Method,
+    Overlap,
+    Products,
+)
 from moe_compile.simulator.models import TABLE_2, ModelShape, find_model
 from moe_compile.simulator.step import Setting, predict_step
 
@@ -120,7 +126,8 @@ def _steps(gpus: int) -> Iterator[tuple[str, str, Setting]]:
     yield "free collectives", "a bound", now
     now = replace(now, fit=replace(now.fit, imbalance=1.0))
     yield "and balanced experts", "a bound", now
-    yield "and fp8 GEMMs", "a bound; weight gradients stay bf16", _method(now, fp8_gemms=True)
+    now = _method(now, products=Products.ALL)
+    yield "and fp8 GEMMs", "a bound; weight gradients stay bf16", now
 
 
 def _bound(setting: Setting) -> ScheduleBound:

@@ -8,7 +8,7 @@ Contract
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe_compile.hardware.cluster import ClusterProfile, Fit
 from moe_compile.hardware.links import leaving_share, sent_us
@@ -22,11 +22,14 @@ class Kernels:
     profile: ClusterProfile
     fit: Fit
     fp8: bool = False
-    """Whether GEMMs but those of weight gradients run in fp8."""
+    """Whether plain products run in fp8; gradients of weights never do."""
+    grouped_fp8: bool = False
+    """Whether grouped products do."""
 
     def gemm_us(self, rows: float, columns: float, reduction: float) -> float:
         """Return the time of `[rows, reduction] x [reduction, columns]`."""
-        return self._product_us(Product(rows=rows, columns=columns, reduction=reduction))
+        product = Product(rows=rows, columns=columns, reduction=reduction, in_eight_bits=self.fp8)
+        return self._product_us(product)
 
     def gradient_us(self, rows: float, left: float, right: float, sum_bytes: int) -> float:
         """Return the time of a weight's `[left, right]` gradient over `rows`, and of its sum."""
@@ -35,7 +38,12 @@ class Kernels:
     def grouped_us(self, groups: float, rows: float, columns: float, reduction: float) -> float:
         """Return the time of `groups` products of `rows` rows each."""
         product = Product(
-            groups=groups, rows=rows, columns=columns, reduction=reduction, ragged="rows"
+            groups=groups,
+            rows=rows,
+            columns=columns,
+            reduction=reduction,
+            ragged="rows",
+            in_eight_bits=self.grouped_fp8,
         )
         return self._product_us(product)
 
@@ -94,9 +102,8 @@ class Kernels:
     def _collective_us(self, nbytes: float, gb_per_s: float, latency_us: float) -> float:
         return self.fit.link * (sent_us(nbytes, gb_per_s) + latency_us) if nbytes else 0.0
 
-    def _product_us(self, product: Product) -> float:
-        one = replace(product, in_eight_bits=self.fp8)
-        read = (one.rows + one.columns) * one.reduction * (1 if self.fp8 else 2)
+    def _product_us(self, one: Product) -> float:
+        read = (one.rows + one.columns) * one.reduction * (1 if one.in_eight_bits else 2)
         moved = one.groups * (read + 2 * one.rows * one.columns)
         return self._longer_us(one, moved)
 

@@ -23,11 +23,14 @@ from moe_compile.simulator.method import (
     ExpertSharding,
     Method,
     Overlap,
+    Products,
 )
 from moe_compile.simulator.models import ModelShape
 
 BF16: Final = 2
 """Bytes of an element."""
+FP8: Final = 1
+"""Bytes of an element; its share of a scale, a thirty-second of a byte, is left out."""
 
 
 class SentBytes(NamedTuple):
@@ -215,7 +218,13 @@ class LayerCosts(LayerSizes):
     @property
     def kernels(self) -> Kernels:
         """Return the kernel times of this machine."""
-        return Kernels(self.profile, self.fit, fp8=self.method.fp8_gemms)
+        products = self.method.products
+        return Kernels(
+            self.profile,
+            self.fit,
+            fp8=products is Products.ALL,
+            grouped_fp8=products is not Products.BF16,
+        )
 
     def before_attention_us(self) -> float:
         """All-gather of rows, or all-to-all of q, k and v; MegaScale-MoE eq. 1 and 2."""
@@ -348,6 +357,57 @@ class LayerCosts(LayerSizes):
     def second_experts_gradient_us(self, part: float = 1.0) -> float:
         """Weight gradient of the down projection; `part` of the local experts."""
         return self._grouped_gradient_us(part, self.expert_slice, self.model.width)
+
+    # operators that products of experts in fp8 add
+
+    def arrived_us(self, part: float = 1.0) -> float:
+        """Rows that came for the first products, sorted by expert, and quantised unless they are.
+
+        Rows in fp8 are sorted as they came: half the bytes.
+        """
+        if self.method.quantises and self.is_fed:
+            return self._moved_us(2 * FP8, self.model.width, part)
+        return self.permute_us(part) + self._quantised_us(self.model.width, part)
+
+    def arrived_gradient_us(self, part: float = 1.0) -> float:
+        """Gradients that came for the second products; those of weights need them in bf16 too."""
+        if self.method.quantises and self.method.combine_bytes == FP8:
+            return self.permute_us(part) + self._moved_us(2 * FP8, self.model.width, part)
+        return self.permute_us(part) + self._quantised_us(self.model.width, part)
+
+    def quantised_hidden_us(self, part: float = 1.0) -> float:
+        """Rows between the first and the second products, quantised."""
+        return self._quantised_us(self.expert_slice, part)
+
+    def quantised_gradient_us(self, part: float = 1.0) -> float:
+        """Gradients of the results of gate and up projection, quantised."""
+        return self._quantised_us(2 * self.expert_slice, part)
+
+    def quantised_weights_us(self) -> float:
+        """Gate, up and down projection of all experts of a rank, each quantised once."""
+        if not self.method.quantises:
+            return 0.0
+        weights = 3 * self.local_experts * self.model.width * self.expert_slice
+        return self.kernels.memory_us((BF16 + FP8) * weights, 3)
+
+    def unpacked_us(self, part: float = 1.0) -> float:
+        """Rows for gradients of weights, from the message that was kept in place of them."""
+        if not (self.method.quantises and self.is_fed) or self.method.rebuilds:
+            return 0.0
+        return self._moved_us(BF16 + FP8, self.model.width, part)
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether rows come in fp8."""
+        return self.method.dispatch_bytes == FP8
+
+    def _quantised_us(self, columns: float, part: float) -> float:
+        return self._moved_us(BF16 + FP8, columns, part) if self.method.quantises else 0.0
+
+    def _moved_us(self, element_bytes: float, columns: float, part: float) -> float:
+        """Return the time to move so many bytes per element of routed rows, in a kernel."""
+        nbytes = element_bytes * self.routed_rows * columns
+        return self.kernels.memory_us(nbytes * part * self.imbalance)
 
     # operators that a rewrite into chunks adds
 

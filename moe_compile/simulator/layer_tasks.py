@@ -18,6 +18,7 @@ Pseudo-code
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -50,6 +51,8 @@ class LayerTasks:
     tasks: TaskList
     label: str = ""
     """Prefix of every name: the number of a part of the batch."""
+    weights: tuple[int, ...] = ()
+    """The task that quantises the experts' weights, once for all parts of the batch."""
 
     def add_forward(self, behind: list[int] | None = None) -> int:
         """Add the forward of the layer, on the results of tasks `behind`; return its last task."""
@@ -114,11 +117,12 @@ class LayerTasks:
         """Add one chunk's forward; exchanges that are not its own go in two hops."""
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
-        first = sort + costs.first_experts_us(part) + costs.place_us()
+        first = costs.arrived_us(part) + costs.first_experts_us(part) + costs.place_us()
         link = costs.dispatch_us(part) if dispatches else 0.0
-        arrived = self._pair(f"experts 1{mark}", first, link, True, [start])
+        arrived = self._pair(f"experts 1{mark}", first, link, True, [start], also=self.weights)
         activation = self._add(f"activation{mark}", costs.activation_us(part), [arrived])
-        second = costs.second_experts_us(part) + sort + costs.wide_sums_us(part)
+        second = costs.quantised_hidden_us(part) + costs.second_experts_us(part)
+        second += sort + costs.wide_sums_us(part)
         link = costs.combine_us(part) if combines else 0.0
         return self._pair(f"experts 2{mark}", second, link, False, [activation])
 
@@ -137,14 +141,15 @@ class LayerTasks:
         """
         costs, part, mark = self.costs, 1.0 / self._num_chunks, self._mark(number)
         sort = costs.permute_us(part)
-        second = sort + costs.second_experts_us(part)
+        second = costs.arrived_gradient_us(part) + costs.second_experts_us(part)
         link = costs.combine_us(part) if combines else 0.0
-        arrived = self._pair(f"experts 2'{mark}", second, link, True, needs[:1])
+        arrived = self._pair(f"experts 2'{mark}", second, link, True, needs[:1], also=self.weights)
         us = costs.activation_us(part, passes=5)
         activation = self._add(f"activation'{mark}", us, [arrived, *needs[1:]])
         if not self._merges_gradients:
             self._add_gradients(part, mark, [activation], leaves)
-        first = costs.first_experts_us(part) + sort + costs.wide_sums_us(part)
+        first = costs.quantised_gradient_us(part) + costs.first_experts_us(part)
+        first += sort + costs.wide_sums_us(part)
         link = costs.dispatch_us(part) if dispatches else 0.0
         return activation, self._pair(f"experts 1'{mark}", first, link, False, [activation])
 
@@ -152,7 +157,7 @@ class LayerTasks:
         costs = self.costs
         second = costs.second_experts_gradient_us(part)
         leaves.append(self._add(f"experts 2 dW{mark}", second, needs))
-        first = costs.first_experts_gradient_us(part)
+        first = costs.unpacked_us(part) + costs.first_experts_gradient_us(part)
         leaves.append(self._add(f"experts 1 dW{mark}", first, needs))
 
     def _rebuild(self, start: int) -> int:
@@ -189,17 +194,21 @@ class LayerTasks:
         comes_first: bool,
         needs: list[int],
         stream: str = LINK,
+        also: Sequence[int] = (),
     ) -> int:
-        """Add a kernel and the collective before or after it; return the last task."""
+        """Add a kernel and the collective before or after it; return the last task.
+
+        The kernel needs tasks `also` that the collective does not.
+        """
         overlap = self.costs.method.overlap
         if overlap is Overlap.IDEAL or not link:
-            return self._add(name, compute, needs)
+            return self._add(name, compute, [*needs, *also])
         if overlap is Overlap.TILES:
-            return self._add(name, self._tiles_us(compute, link), needs)
+            return self._add(name, self._tiles_us(compute, link), [*needs, *also])
         if comes_first:
             arrived = self._add(f"{name}: in", link, needs, stream)
-            return self._add(name, compute, [arrived])
-        done = self._add(name, compute, needs)
+            return self._add(name, compute, [arrived, *also])
+        done = self._add(name, compute, [*needs, *also])
         return self._add(f"{name}: out", link, [done], stream)
 
     def _tiles_us(self, compute: float, link: float) -> float:
@@ -318,15 +327,23 @@ def tasks_of(costs: LayerCosts) -> list[TaskList]:
     parts, blocks = _parts(costs), costs.method.blocks_per_graph
     ends: dict[str, list[int]] = {}
     for _ in range(blocks):
+        weights = _add_weights(costs, forward)
         for part, label in parts:
-            layer = LayerTasks(costs=part, tasks=forward, label=label)
+            layer = LayerTasks(costs=part, tasks=forward, label=label, weights=weights)
             ends[label] = [layer.add_forward(ends.get(label))]
     ends = {}
     for left in reversed(range(blocks)):
+        weights = _add_weights(costs, backward)
         for part, label in parts:
-            layer = LayerTasks(costs=part, tasks=backward, label=label)
+            layer = LayerTasks(costs=part, tasks=backward, label=label, weights=weights)
             ends[label] = [layer.add_backward(ends.get(label), is_last=not left)]
     return [forward] if forward is backward else [forward, backward]
+
+
+def _add_weights(costs: LayerCosts, tasks: TaskList) -> tuple[int, ...]:
+    """Add the task that quantises the experts' weights of one layer, if there is one."""
+    us = costs.quantised_weights_us()
+    return (tasks.add("quantise weights", us),) if us else ()
 
 
 def bound_us(costs: LayerCosts) -> float:

@@ -65,6 +65,20 @@ class Crossing(enum.Enum):
     """Rows and sums in two hops."""
 
 
+class Products(enum.Enum):
+    """The matrix products in fp8. Gradients of weights stay bf16."""
+
+    BF16 = "bf16"
+    """None."""
+    EXPERTS = "fp8"
+    """Products of routed experts, and those that make gradients of their rows: `expert_compute` of
+    the compiler. Kernels quantise rows and weights; rows that come in fp8 feed a product so."""
+    EXPERTS_FREE = "fp8-free"
+    """The same products if nothing had to be quantised: the bound of `EXPERTS`."""
+    ALL = "fp8-all"
+    """Those of attention and shared experts too, if nothing had to be quantised: a bound."""
+
+
 HOPS: Final = (Crossing.EXACT, Crossing.ROUNDED)
 
 
@@ -103,8 +117,7 @@ class Method:
     dispatch_bytes: float = 2.0
     """Bytes of one element on the way to the experts."""
     combine_bytes: float = 2.0
-    fp8_gemms: bool = False
-    """Whether forward and input gradients use fp8; weight gradients stay bf16."""
+    products: Products = Products.BF16
     rebuilds: bool = False
     """Whether backward recomputes dispatched rows and activations (selective rematerialization)."""
     fuses_gradient_sum: bool = True
@@ -130,6 +143,11 @@ class Method:
     def _has_no_hops(self) -> bool:
         sends_no_rows = self.gathers_rows or self.experts is ExpertSharding.SLICES
         return sends_no_rows or self.expert_slices > 1 or self.overlap is Overlap.TILES
+
+    @property
+    def quantises(self) -> bool:
+        """Whether kernels quantise what products of experts multiply."""
+        return self.products is Products.EXPERTS
 
     @property
     def gradient_sum_bytes(self) -> int:

@@ -18,7 +18,7 @@ from typing import Final
 from moe_compile.cost.tasks import COMPUTE, LINK, TaskList
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.layer_tasks import bound_us, tasks_of, time_layer
-from moe_compile.simulator.method import HOPS, AttentionSharding, Crossing, Overlap
+from moe_compile.simulator.method import HOPS, AttentionSharding, Crossing, Overlap, Products
 from moe_compile.simulator.scenario import make_setting
 
 ONE_NODE: Final = ("352b", "mixtral-8x22b", "deepseek-moe-16b", "qwen3-235b", "qwen3-30b")
@@ -84,7 +84,7 @@ def costs_of(
         "rebuilds": False,
         "dispatch_bytes": FP8_BYTES,
         "combine_bytes": FP8_BYTES,
-        "fp8_gemms": products == "fp8",
+        "products": Products.ALL if products == "fp8" else Products.BF16,
         "batch_parts": parts,
         "micro_batch": parts,
         "blocks_per_graph": blocks,

@@ -11,7 +11,13 @@ from dataclasses import replace
 from typing import Final
 
 from moe_compile.hardware.cluster import ClusterProfile, Fit, load_cluster
-from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Method, Overlap
+from moe_compile.simulator.method import (
+    AttentionSharding,
+    ExpertSharding,
+    Method,
+    Overlap,
+    Products,
+)
 from moe_compile.simulator.models import find_model
 from moe_compile.simulator.step import Job, Setting
 
@@ -44,7 +50,7 @@ DEEPSEEK: Final = Method(
     ranks=1,
     expert_ranks=64,
     dispatch_bytes=1.0,
-    fp8_gemms=True,
+    products=Products.ALL,
     overlap=Overlap.TWO_BATCHES,
 )
 """DeepSeek-V3 report, section 3: 64 expert ranks, fp8 dispatch, bf16 combine, DualPipe."""

@@ -1,5 +1,6 @@
 """Generated CUDA code is read as what it does; that of a chunked layer holds to its bars."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from benchmarks.cuda.amounts import (
 from benchmarks.cuda.bars import missed
 from benchmarks.cuda.calls import Kind
 from benchmarks.cuda.device_guard import missing
+from benchmarks.cuda.fed_rows import fed_rows
 from benchmarks.cuda.findings import _order, findings_in
 from benchmarks.cuda.in_flight import faults
 from benchmarks.cuda.letters import graph_letters
@@ -281,6 +283,67 @@ def test_bars_are_against_the_same_program_in_one_chunk():
         assert len(list(missed("block", {**in_parts, "2": figures(**changes)}, parts=2))) == 1
 
 
+MESSAGES = """
+primals_1, primals_2 = args
+buf1 = torch.ops._c10d_functional.all_to_all_single.default(primals_1, [4, 4], [4, 4], '0')
+assert_size_stride(buf1, (8, 144), (144, 1), 'received')
+torch.ops._c10d_functional.wait_tensor.default(buf1)
+{rows}
+buf3 = buf2[0]
+assert_size_stride(buf3, (8, 128), (128, 1), 'payload')
+buf4 = buf2[1]
+assert_size_stride(buf4, (8, 1), (1, 1), 'scales')
+buf5 = torch.ops.megamoe.quantize_weight.default(primals_2, 'blockwise')
+buf6 = torch.ops.megamoe.{product}.default(buf3, buf4, buf5, buf5, None, '', torch.bfloat16)
+return (buf6, )
+"""
+AS_THEY_CAME = """
+buf9 = empty_strided_cuda((8, ), (1, ), torch.int64)
+buf2 = torch.ops.megamoe.message_rows.default(buf1, buf9, 128)
+del buf9
+""".strip()
+COPIED = """
+buf7 = torch.ops.megamoe.unpack_dequantize.default(buf1, 128, torch.bfloat16)
+assert_size_stride(buf7, (8, 128), (128, 1), 'rows')
+buf2 = torch.ops.megamoe.quantize_rows.default(buf7, 'blockwise')
+""".strip()
+
+
+def fed(way, product="scaled_grouped_mm"):
+    rows = "(8, 4), (4, 1), device='cuda:0', dtype=torch.bfloat16"
+    messages = "(8, 144), (144, 1), device='cuda:0', dtype=torch.uint8"
+    body = MESSAGES.format(rows=way, product=product)
+    return list(fed_rows(read_wrapper(code(body, INPUTS.replace(rows, messages))), {}))
+
+
+def test_a_copy_of_rows_between_their_wait_and_their_product_is_seen():
+    """Of 1152 bytes received; a result in several tensors is itself a byte."""
+    payload, scales = 8 * 128, 8 * 4
+    (direct,) = fed(AS_THEY_CAME)
+    assert (direct.received_bytes, direct.num_kernels) == (8 * 144, 1)
+    index = 8 * 8
+    assert (direct.read_bytes, direct.written_bytes) == (8 * 144 + index, payload + scales + 1)
+    (copied,) = fed(COPIED)
+    assert copied.num_kernels == 2
+    assert copied.read_bytes == 8 * 144 + 2 * payload
+    assert copied.written_bytes == 2 * payload + payload + scales + 1
+    assert not fed(AS_THEY_CAME, product="sums")  # no product reads them
+
+    def lines(*found, chunks=1):
+        figures = {"triton": 1, "extern": 1, "one_element": 0, "to_host": 1, "items": 0}
+        figures |= {
+            "keeps_order": True,
+            "faults": (),
+            "fed": [dataclasses.asdict(f) for f in found],
+        }
+        return list(missed("block", {str(chunks): {"forward": figures}}, is_fed=True))
+
+    assert not lines(direct)
+    assert len(lines(copied)) == 2  # read, and written
+    assert len(lines(dataclasses.replace(direct, num_kernels=3))) == 1
+    assert "1 of 2 exchanges" in lines(direct, chunks=2)[0]
+
+
 needs_a_compiler = pytest.mark.skipif(bool(missing()), reason=missing() or "there")
 
 
@@ -345,6 +408,8 @@ def check_that_wrong_code_is_found(folder):
         ("layer-ep8", 2),
         ("deepseek-16b-ep8", 2),
         ("qwen3-ep8-checkpoint", 4),
+        ("layer-ep8-fp8_blockwise", 2),
+        ("deepseek-16b-ep8-fp8_blockwise", 2),
     ],
 )
 def test_code_of_a_chunked_layer_keeps_the_schedule_and_reads_the_host_once(tmp_path, name, chunks):
@@ -362,6 +427,8 @@ def test_code_of_a_chunked_layer_keeps_the_schedule_and_reads_the_host_once(tmp_
         assert not one.faults
         assert one.order.count("L") == (2 * chunks + (phase == "forward"))
         assert ("a" in one.order) is (not name.startswith("layer"))
+    figures = {phase: one.as_dict() for phase, one in found.items()}
+    assert not list(missed(name, {str(chunks): figures}, is_fed="fp8" in name))
     check_that_wrong_code_is_found(tmp_path)
 
 

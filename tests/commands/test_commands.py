@@ -36,6 +36,25 @@ def test_steps_of_a_model_on_a_cluster_as_json(capsys):
     assert rows[240, "ideal"]["exposed_percent"] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_products_in_fp8_are_predicted_with_the_origin_of_their_rate(capsys):
+    asked = ("simulate", "--model", "deepseek-v3", "--cluster", "h100", "--wire", "fp8")
+    asked += ("--schedule", "exact: 2 chunks", "--products")
+    us, said = {}, {}
+    for products in ("bf16", "fp8", "fp8-free", "fp8-all"):
+        data = json.loads(run(capsys, *asked, products, "--json")[1])
+        assert data["products"] == products
+        us[products], said[products] = data["rows"][0]["layer_ms"], data["eight_bit_rate"]
+    assert us["bf16"] > us["fp8"] > us["fp8-free"] > us["fp8-all"]
+    assert said["bf16"] is None
+    assert said["fp8"]["tflops"] == pytest.approx(1978.9 * 0.6)
+    assert said["fp8"]["origins"]["fp8_tflops"].startswith("datasheet: NVIDIA H100")
+    _, out, _ = run(capsys, *asked, "fp8")
+    text = " ".join(out.split())
+    assert "1187 TFLOP/s in fp8, 643 in bf16" in text
+    assert "datasheet: NVIDIA H100" in text and "quantising is counted" in text
+    assert "TFLOP/s in fp8" not in run(capsys, *asked, "bf16")[1]
+
+
 def test_the_papers_tables_with_errors_as_json(capsys):
     _, out, _ = run(capsys, "simulate", "--table", "megascale", "--json")
     data = json.loads(out)

@@ -76,6 +76,8 @@ def test_rows_in_blocks_are_what_a_message_of_them_holds(num_rows, width, seed):
     by_hand = message if index is None else message[index]
     values = picked.float() * of_picked.repeat_interleave(BLOCK, 1)[:, :width]
     assert torch.equal(values, UNPACK_DEQUANTIZE(by_hand, width, torch.float32))
+    beyond = torch.arange(num_rows, num_rows + 2)
+    assert not any(one.float().any() for one in MESSAGE_ROWS(message, beyond, width))
 
 
 @pytest.mark.parametrize(("element", "largest"), [("e4m3", 448.0), ("e5m2", 57344.0)])

@@ -62,19 +62,43 @@ def test_rows_and_gradients_that_arrive_are_fed_and_messages_are_kept(fake_ranks
 class Padded(GroupedExperts):
     """Reads its rows by an index behind which a row of zeros stands, as torchtitan pads groups."""
 
+    def padding(self, rows):
+        return rows.new_zeros((1, rows.shape[1]))
+
     def experts(self, rows, received):
         perm = torch.argsort(self.expert_of_rows(rows, received), stable=True)
         offs = torch.cumsum(received.view(self.num_ranks, -1).sum(0), 0, dtype=torch.int32)
-        x = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])[perm]
+        x = torch.cat([rows, self.padding(rows)])[perm]
         h = F.silu(torch._grouped_mm(x, self.w1, offs=offs))
         out = torch._grouped_mm(h, self.w2, offs=offs)
         return torch.zeros_like(out).index_copy(0, perm, out)
 
 
-def test_rows_of_padding_are_rows_of_a_message(fake_ranks):
-    forward, _ = traced(layer(fake_ranks, Padded), chunks=1, dispatch_wire="fp8")
+class Filled(Padded):
+    """Its row of zeros is as Inductor writes it."""
+
+    def padding(self, rows, value=0.0):
+        return torch.full((1, rows.shape[1]), value, dtype=rows.dtype)
+
+
+class FilledOtherwise(Filled):
+    """Its row is not of the bits of zeros."""
+
+    def padding(self, rows):
+        return super().padding(rows, -0.0)
+
+
+def test_rows_that_are_no_zeros_are_no_rows_of_a_message(fake_ranks):
+    forward, _ = traced(layer(fake_ranks, FilledOtherwise), chunks=1, dispatch_wire="fp8")
+    assert not called(forward, MESSAGE_ROWS) and unpacked(forward)
+
+
+@pytest.mark.parametrize("style", [Padded, Filled])
+def test_rows_of_padding_are_rows_of_a_message(fake_ranks, style):
+    forward, _ = traced(layer(fake_ranks, style), chunks=1, dispatch_wire="fp8")
     (fed,) = called(forward, MESSAGE_ROWS)
-    assert fed.args[0].target is torch.ops.aten.cat.default
+    assert is_wait(fed.args[0])  # not copied, to put rows of zeros behind it
+    assert fed.args[1].target is torch.ops.aten.where.self
     assert unpacked(forward) == []
 
 

@@ -54,6 +54,7 @@ def regions(draw):
             num_kernels=draw(st.integers(0, 3)),
             written=draw(AMOUNTS),
             slices_weights=draw(st.booleans()),
+            takes_messages=draw(st.booleans()),
             **more,
         )
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from moe_compile.cost.region_work import Work
+from moe_compile.cost.region_work import RegionWork, Work
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.region_tasks import row_folds
+from moe_compile.plan.row_folds import row_folds, unpacked_bytes
 from tests.plan.test_region_price import compute, exchange, price
 
 ROWS = 100e3
@@ -24,7 +24,7 @@ OTHERS = [dataclasses.replace(w, moves_rows=False) for w in GATHERED]
 
 
 def all_packed(work):
-    return bool(work.exchange)
+    return 0.5 if work.exchange else 1.0
 
 
 def test_gathers_before_and_behind_are_done_by_the_kernels_that_pack():
@@ -52,3 +52,76 @@ def test_chunks_that_nothing_reads_apart_are_unpacked_once_they_are_joined():
     sort, packed, sent = 0.0, 100 + 25, 25
     found = price(works, two, wire_shares={"fp8": 0.5})
     assert found == pytest.approx(sort + packed + packed + sent + (50 + 50 + 50 + 100) + 5)
+
+
+def quantise(need, **more):
+    """Return what reads rows of two bytes an element and writes one of each."""
+    amounts = {"nbytes": 1.5 * ROWS, "written": 0.5 * ROWS}
+    return Work(name="quantise", needs=(need,), takes_messages=True, **amounts, **more)
+
+
+FED = [exchange(100, "dispatch", rows=ROWS), gather(0, is_chunked=True)]
+FED += [quantise(1, is_chunked=True), compute(5, 2, is_chunked=True)]
+
+
+def test_rows_that_products_alone_read_are_put_in_order_as_they_came():
+    """Neither unpacked nor moved in bfloat16: half the bytes are read, and as many written."""
+    folds = row_folds(FED, all_packed)
+    assert (folds.fed, folds.dropped, folds.permuted) == ({0}, {1}, set())
+    assert folds.spared == {2: 0.5 * ROWS}
+    assert [folds.left_of(i, FED[i]).nbytes for i in (1, 2, 3)] == [0.0, ROWS, 0.0]
+    assert folds.left_of(1, FED[1]).num_kernels == 0
+    packed, sent, ordered = 150, 50, 100
+    found = price(FED, EIGHT, wire_shares={"fp8": 0.5})
+    assert found == pytest.approx(packed + sent + ordered + 5)
+    two = dataclasses.replace(EIGHT, num_chunks=2)
+    assert price(FED, two, wire_shares={"fp8": 0.5}) < price(FED, two)
+
+
+def test_rows_of_zeros_behind_those_that_came_change_nothing():
+    pad = Work(name="cat", needs=(0,), nbytes=ROWS, num_kernels=0, pads_rows=True, is_chunked=True)
+    padded = [FED[0], pad, *FED[1:]]
+    padded = [*padded[:2], *(dataclasses.replace(w, needs=(w.needs[0] + 1,)) for w in padded[2:])]
+    folds = row_folds(padded, all_packed)
+    assert (folds.fed, folds.dropped) == ({0}, {1, 2})
+    shares = {"fp8": 0.5}
+    assert price(padded, EIGHT, wire_shares=shares) == price(FED, EIGHT, wire_shares=shares)
+    other = [padded[0], dataclasses.replace(pad, pads_rows=False), *padded[2:]]
+    assert not row_folds(other, all_packed).fed
+
+
+def test_rows_in_eight_bits_that_something_else_reads_are_unpacked_too():
+    """As gradients are, for those of weights: what quantises them still reads half the bytes."""
+    folds = row_folds([*FED, compute(5, 1)], all_packed)
+    assert (folds.fed, folds.permuted) == (set(), {0})
+    assert folds.spared == {1: ROWS, 2: 0.5 * ROWS}
+
+
+@pytest.mark.parametrize(
+    "change", [{"moves_rows": False}, {"takes_messages": False}], ids=["computed", "rowwise"]
+)
+def test_rows_that_are_computed_with_or_quantised_otherwise_feed_no_product(change):
+    works = [dataclasses.replace(w, **change) for w in FED]
+    folds = row_folds(works, all_packed)
+    assert not folds.fed and 2 not in folds.spared
+    assert not row_folds(FED, lambda _: 1.0).spared
+
+
+def test_the_backward_unpacks_the_rows_of_the_forward_once_for_gradients_of_weights():
+    gradient = Work(name="dW", makes_gradient=True)
+    region = RegionWork(
+        forward=tuple(FED),
+        backward=(gradient,),
+        num_ranks=2,
+        num_parts=2,
+        row_bytes=ROWS,
+        wire_shares={"fp8": 0.5},
+    )
+    assert unpacked_bytes(region, EIGHT) == 1.5 * ROWS
+    assert unpacked_bytes(region, Candidate(combine_wire="fp8")) == 0.0
+    again = (gather(None), quantise(0), dataclasses.replace(gradient, needs=(1,)))
+    assert unpacked_bytes(dataclasses.replace(region, backward=again), EIGHT) == 0.0
+    assert unpacked_bytes(dataclasses.replace(region, backward=()), EIGHT) == 0.0
+    wires = {"wire_shares": {"fp8": 0.5}}
+    whole = price(FED, EIGHT, backward=[gradient], **wires) - price(FED, EIGHT, **wires)
+    assert whole == pytest.approx(150)

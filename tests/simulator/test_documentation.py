@@ -7,17 +7,20 @@ import pytest
 
 from moe_compile.simulator import checks
 from moe_compile.simulator.explain import explain_speedup, find_bounds, predict_own_part
-from moe_compile.simulator.method import Crossing
+from moe_compile.simulator.layer_tasks import bound_us
+from moe_compile.simulator.method import Crossing, Products
 from moe_compile.simulator.parts_table import costs_of, find_part_shares, share_of_bound
 from moe_compile.simulator.scenario import make_setting, predict, schedules
 from moe_compile.simulator.setups import shipped
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "cluster.md").read_text()
+PRODUCTS = (DOCS / "products.md").read_text()
 
 
-def rows(first_heading):
+def rows(first_heading, page=PAGE):
     """Return the cells of the table whose first heading is so, by first cell."""
-    lines = PAGE.splitlines()
+    lines = page.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_heading} |"))
     found = {}
     for line in lines[start + 2 :]:
@@ -114,3 +117,42 @@ def test_what_is_said_of_the_shares_is_what_is_computed():
         profile = dataclasses.replace(costs.profile, network=network)
         share = share_of_bound(dataclasses.replace(costs, profile=profile))
         assert f'{share:.1f} % ("{crossing.value}")' in text
+
+
+IN_FP8 = {"dispatch_bytes": 1.0, "combine_bytes": 1.0}
+
+
+@pytest.mark.parametrize("label", list(rows("model, schedule", PRODUCTS)))
+def test_the_gain_of_products_in_fp8_is_what_is_computed(label):
+    model, _, schedule = label.partition(", ")
+    layout = {"ranks": 1} if model == "mixtral-8x7b" else {}
+    seconds = []
+    for products in (Products.BF16, Products.EXPERTS, Products.EXPERTS_FREE):
+        changes = {"products": products, **IN_FP8, **layout}
+        setting = make_setting(model, "h100", changes=changes)
+        seconds.append(predict(schedule, schedules(setting, [schedule])[schedule]).seconds)
+    whole, found, free = seconds
+    gain = f"{whole / found:.3f}x of {whole / free:.3f}x"
+    reached = f"{100 * (whole - found) / (whole - free):.0f} %"
+    assert rows("model, schedule", PRODUCTS)[label] == [
+        *(f"{s:.2f}" for s in seconds),
+        gain,
+        reached,
+    ]
+
+
+def test_what_quantising_takes_is_what_is_computed():
+    us, costs = {}, None
+    for products in Products:
+        costs = make_setting("deepseek-v3", "h100", changes={"products": products, **IN_FP8}).costs
+        us[products] = bound_us(costs)
+    model, routed = costs.model, costs.routed_rows / 1e6
+    came, hidden = routed * model.width, routed * model.expert_width
+    weights = costs.local_experts * model.expert_weights / 1e6
+    expected = [2 * 3 * weights, 3 * came, 3 * 2 * hidden, 2 * came, 3 * hidden, -2 * came]
+    heading = "what a layer of deepseek-v3 moves for one sequence, forward and backward"
+    assert [*rows(heading, PRODUCTS).values()] == [[f"{mb:.0f}"] for mb in expected]
+    quantising = (us[Products.EXPERTS] - us[Products.EXPERTS_FREE]) / 1e3
+    saved = (us[Products.BF16] - us[Products.EXPERTS_FREE]) / 1e3
+    assert f"save {saved:.2f} ms and\nquantising takes {quantising:.2f} ms" in PRODUCTS
+    assert f"({100 * (1 - quantising / saved):.0f} %, if" in PRODUCTS

@@ -161,14 +161,16 @@ def split_messages_kernel(
     row, source, block, column = locate_blocks(index, num_rows, num_sources, BLOCKS)
     words = MESSAGE // SCALE_SIZE  # the last BLOCKS words of a message are its scales
     came = messages.to(tl.pointer_type(tl.float32), bitcast=True)
-    scale = tl.load(came + source * words + (words - BLOCKS + block))
-    tl.store(scales + row * BLOCKS + block, scale)
+    is_there = source < num_sources
+    place = came + source * words + (words - BLOCKS + block)
+    tl.store(scales + row * BLOCKS + block, tl.load(place, mask=is_there, other=0.0))
     pointers = messages + source[:, None] * MESSAGE + column
     targets = payload + row[:, None] * WIDTH + column
     if BLOCKS * COLUMNS == WIDTH:
-        tl.store(targets, tl.load(pointers))
+        tl.store(targets, tl.load(pointers, mask=is_there[:, None], other=0))
     else:
-        tl.store(targets, tl.load(pointers, mask=column < WIDTH, other=0), mask=column < WIDTH)
+        is_read = is_there[:, None] & (column < WIDTH)
+        tl.store(targets, tl.load(pointers, mask=is_read, other=0), mask=column < WIDTH)
 
 
 def split_messages(
@@ -177,7 +179,8 @@ def split_messages(
     """Return payload `[R, width]` and scales of messages `index[i]`, or of all.
 
     Shapes: messages `[M, row_bytes(width)]` of bytes, at an address that 4 divides; index `[R]` of
-    integers in [-M, M). Either is copied first where it is not contiguous.
+    integers from -M on, from M on those of rows of zeros. Either is copied first where it is not
+    contiguous.
     """
     num_rows, blocks = messages.shape[0] if index is None else index.shape[0], num_blocks(width)
     payload = messages.new_empty((num_rows, width), dtype=torch.float8_e4m3fn)

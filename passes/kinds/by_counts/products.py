@@ -27,12 +27,13 @@ from moe_compile.hardware.chip_limits import multiplies_in_eight_bits
 from moe_compile.journal.reasons import Left, Reason
 from moe_compile.ops.product_formats import FORMATS, ProductFormat
 from moe_compile.ops.scaled_products import AS_IT_IS
+from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.product_times import ProductTimes, product_times
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.grouped_products import EightBits, factors_of, is_grouped, names_of
 from moe_compile.regions.regions import MoERegion
 from passes.kinds.by_counts.draft import Draft
-from passes.kinds.by_counts.wires import makes_integers
+from passes.kinds.by_counts.wires import makes_integers, plan_wires
 
 OPTION: Final = "expert_compute"
 FORMS: Final = {
@@ -143,7 +144,21 @@ def predicted_products(
         return None
     work = work_of_experts(found.region, proof, state.hardware, layer)
     rates = Rates.of(state.hardware, found.region.num_ranks)
-    return None if work is None else product_times(work, rates)
+    return None if work is None else product_times(work, rates, _candidate(draft, state.config))
+
+
+def _candidate(draft: Draft, config: MegaMoEConfig) -> Candidate:
+    """Return how a region runs by the decisions on it so far."""
+    wires, _ = plan_wires(draft, config)
+    return Candidate(
+        num_chunks=draft.num_chunks,
+        chunk_by="tokens" if draft.by_tokens else "experts",
+        dispatch_wire=wires["dispatch"],
+        combine_wire=wires["combine"],
+        dispatch="all_to_all" if draft.gathered is None else "all_gather",
+        nodes=draft.nodes,
+        hop_slices=draft.num_slices,
+    )
 
 
 def products_in_eight_bits(state: CompileState) -> dict[fx.Node, EightBits]:
