@@ -80,7 +80,8 @@ def _with_named_parts(
 ) -> Modules:
     """Return graphs whose backward computes the parts of `recompute_modules` again."""
     standing = {node.name for node in joint.graph.nodes if "recompute" in node.meta}
-    default = partition()  # torch puts another graph into `joint`, with policies of its own
+    with functorch_config.patch({BUDGET: 1.0}):  # nothing but the named parts, or by our price
+        default = partition()  # torch puts another graph into `joint`, with policies of its own
     results = results_of(joint.graph, num_results)
     named = NamedAgain.of(joint.graph, results, state.config, standing)
     is_by_price = state.config.recompute == "price"
@@ -91,7 +92,8 @@ def _with_named_parts(
     elif named.nodes:
         again = computed_again(*(module.graph for module in default))
         kept = named.keep_the_rest(joint.graph, again | named.names)
-        modules = partition()
+        with functorch_config.patch({BUDGET: 1.0}):
+            modules = partition()
     measures = _figures(joint.graph, state, named, (default, modules), num_results)
     if measures and not state.kept:
         state.kept = {key: measures[key] for key in ("kept_bytes_before", "kept_bytes")}
