@@ -30,6 +30,8 @@ from moe_compile.allowed_values import (
 from moe_compile.errors import InvalidConfig, nearest
 
 PREFIX: Final = "megamoe."
+OF_REGION: Final = ":"
+"""Between a pass and the region that `disable_passes` leaves it out of."""
 ENVIRONMENT_PREFIX: Final = "MEGAMOE_"
 
 OFF: Final[Mapping[str, tuple[object, ...]]] = {
@@ -248,7 +250,8 @@ class MegaMoEConfig:
     `nodes`, `host_reads`, `dispatch_wire`, `combine_wire`, `expert_compute`, `attention_chunks`,
     `apply_scores`) and the rewrite applies but is not proven to be safe, and where a pass fails."""
     disable_passes: tuple[str, ...] = ()
-    """Names of passes to leave out (docs/architecture.md lists them)."""
+    """Names of passes to leave out (docs/architecture.md lists them). "PASS:REGION" leaves a pass
+    out of one region only, by the region's name in the report (docs/check.md#one-region)."""
     report: str = ""
     """Path of a JSON report: regions, compiled graphs, and what every pass did, with reasons; ""
     for none, and in torchtitan jobs for `report.json` in the job's folder. A path that ends in
@@ -331,6 +334,11 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     for name in ours:
         check_name(name, where="options=")
     return ours, {k: v for k, v in options.items() if not k.startswith(PREFIX)}
+
+
+def pass_in_region(name: str, region: str) -> str:
+    """Return the entry of `disable_passes` that leaves pass `name` out of `region` only."""
+    return f"{name}{OF_REGION}{region}"
 
 
 def check_name(name: str, *, where: str) -> None:

@@ -86,6 +86,7 @@ class ApplyScores(Rewrite[BeforeDown]):
     numerics: ClassVar[str] = "bounded"
     bound: ClassVar[str] = BOUND
     is_decided: ClassVar[bool] = True
+    by_region: ClassVar[bool] = True
 
     def propose(self, graph: fx.Graph, state: CompileState) -> Proposed[BeforeDown]:
         """Return the regions whose scores may multiply earlier, each tried on a copy."""
@@ -106,6 +107,10 @@ class ApplyScores(Rewrite[BeforeDown]):
             proposals=tuple(proposals),
             skipped=tuple(judged(state.config, OPTION, one) for one in said),
         )
+
+    def region_of(self, proposal: BeforeDown) -> str:
+        """Return the name of its region."""
+        return proposal.region
 
     def apply(
         self, graph: fx.Graph, proposals: tuple[BeforeDown, ...], state: CompileState

@@ -45,6 +45,9 @@ class GraphPass(ABC):
     """Whether values may be wrong without the pass, or ranks wait in vain: it mends what is not
     ours, or ranks find by it that they differ. A search for a wrong pass leaves it out last."""
 
+    by_region: ClassVar[bool] = False
+    """Whether the pass changes one region after another: it can be left out of one of them."""
+
     @abstractmethod
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Decide, then edit `graph` in place, then report."""

@@ -70,6 +70,7 @@ class FuseTokenSums(Rewrite[Fused]):
     numerics: ClassVar[str] = "bounded"
     bound: ClassVar[str] = BOUND
     is_decided: ClassVar[bool] = True
+    by_region: ClassVar[bool] = True
 
     def expected(self, graph: fx.Graph, state: CompileState) -> list[FusedSums]:
         """Return the sums that would be one operator in the graph as it is written.
@@ -104,6 +105,10 @@ class FuseTokenSums(Rewrite[Fused]):
             else:
                 proposals.append(_proposed(name, form))
         return Proposed(proposals=tuple(proposals), skipped=tuple(skipped))
+
+    def region_of(self, proposal: Fused) -> str:
+        """Return the name of its region."""
+        return proposal.region
 
     def apply(self, graph: fx.Graph, proposals: tuple[Fused, ...], state: CompileState) -> None:
         """Emit each fused sum, and erase the nodes it replaces."""

@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch.fx as fx
 from torch._logging import trace_structured
 
+from moe_compile.config import OF_REGION, pass_in_region
 from moe_compile.entry_points import REWRITES, installed
 from moe_compile.errors import ContractViolation, InvalidConfig, MegaMoEError, nearest
 from moe_compile.graph.modes import without_saved_tensors_hooks
@@ -32,7 +33,7 @@ from moe_compile.journal.entries import Dropped, GraphText, PassReport
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.apply_scores import ApplyScores
-from passes.bisected import is_left_out
+from passes.bisected import BISECTED, DYNAMO_PASSES, is_left_out
 from passes.bound_captures import BoundCaptures
 from passes.compress_gradients import CompressGradients
 from passes.contract import Fact, GraphPass
@@ -70,7 +71,6 @@ from passes.verify_schedule import VerifySchedule
 from passes.zero_empty_groups import ZeroEmptyGroups
 
 LOG: Final = logging.getLogger("moe_compile.passes")  # under TORCH_LOGS=+moe_compile
-BISECTED: Final = "torch's compiler bisector leaves it out of this run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ DYNAMO: Final = Level(
         QuantizeProducts(),
         RouteExchanges(),
     ),
-    subsystem="pre_grad_passes",
+    subsystem=DYNAMO_PASSES,
 )
 """Passes on the Dynamo graph, before AOTAutograd derives the backward."""
 
@@ -165,12 +165,24 @@ def all_names() -> tuple[str, ...]:
     return (*NAMES, *(rewrite.name for rewrite in outside_rewrites()))
 
 
+def names_by_region() -> tuple[str, ...]:
+    """Return the names of the passes that `disable_passes` may leave out of one region."""
+    return tuple(p.name for p in dynamo_level().passes if p.by_region)
+
+
 def check_names(names: Iterable[str]) -> None:
     """Raise InvalidConfig for a name in `disable_passes` that no pass has."""
     known = all_names()
-    for name in names:
+    for entry in names:
+        name, _, region = entry.partition(OF_REGION)
         if name not in known:
             raise InvalidConfig(f"megamoe.disable_passes: no pass {name!r}.{nearest(name, known)}")
+        if name != entry and not (region and name in names_by_region()):
+            raise InvalidConfig(
+                f"megamoe.disable_passes has {entry!r}, but these passes alone can be left out of "
+                f"one region: {', '.join(names_by_region())}. Write {name!r}, or one of them with "
+                f"the name of a region, as {pass_in_region(names_by_region()[0], 'region 0')!r}"
+            )
 
 
 def check_order(level: Level) -> None:

@@ -10,17 +10,22 @@ Contract
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch.fx as fx
 
 from moe_compile.cost.traced_nodes import Layers
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
+from passes.bisected import regions_left_out
 from passes.contract import Fact, GraphPass
 from passes.fuse_token_sums import FuseTokenSums
 from passes.kinds import KINDS
 from passes.kinds.by_counts.products import products_in_eight_bits
+
+REWRITES: Final = "rewrite_regions"
+"""The pass that gives regions the form planned. Which nodes die once it has run is settled here: so
+a region that it is left out of is known now."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,9 @@ class PlanRegions(GraphPass):
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.PLANNED})
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
-        """Fill `state.planned`."""
+        """Fill `state.planned`, `rewrite_regions` left out of regions as it is asked for."""
+        regions = [region.name for region in state.found.regions]
+        state.left_whole = regions_left_out(REWRITES, regions, state)
         layers = Layers(
             graph,
             state.found.regions,
@@ -41,6 +48,7 @@ class PlanRegions(GraphPass):
             products=products_in_eight_bits(state),
         )
         state.planned = {kind.name: kind.plan(state, layers) for kind in KINDS}
+        state.withdraw_from(state.left_whole, REWRITES)
         return PassReport(
             pass_name=self.name,
             applied=tuple(one.found.name for one in state.regions if one.is_rewritten),

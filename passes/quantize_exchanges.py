@@ -37,6 +37,11 @@ class Quantised:
     """Names of its launches."""
     quantizes_gradient: bool
 
+    @property
+    def region(self) -> str:
+        """Return the name of its region."""
+        return self.exchange.partition(" of ")[2]
+
     def __str__(self) -> str:
         """Return its name in reports."""
         return self.exchange
@@ -51,6 +56,7 @@ class QuantizeExchanges(Rewrite[Quantised]):
     after: ClassVar[frozenset[str]] = frozenset({"fuse_token_sums"})
     numerics: ClassVar[str] = "lossy"
     is_decided: ClassVar[bool] = True
+    by_region: ClassVar[bool] = True
 
     def propose(self, graph: fx.Graph, state: CompileState) -> Proposed[Quantised]:
         """Return the dispatches and combines that are planned in eight bits, chunked or not."""
@@ -67,6 +73,10 @@ class QuantizeExchanges(Rewrite[Quantised]):
             if (wire := one.plan.wire(exchange)) != "same"
         ]
         return Proposed(proposals=tuple(found))
+
+    def region_of(self, proposal: Quantised) -> str:
+        """Return the name of its region."""
+        return proposal.region
 
     def apply(self, graph: fx.Graph, proposals: tuple[Quantised, ...], state: CompileState) -> None:
         """Send their rows as messages of eight bits."""

@@ -65,6 +65,7 @@ class QuantizeProducts(Rewrite[InEightBits]):
     numerics: ClassVar[str] = "lossy"
     bound: ClassVar[str] = BOUND
     is_decided: ClassVar[bool] = True
+    by_region: ClassVar[bool] = True
 
     def propose(self, graph: fx.Graph, state: CompileState) -> Proposed[InEightBits]:
         """Return the products of regions that are planned in eight bits, chunked or not."""
@@ -79,6 +80,10 @@ class QuantizeProducts(Rewrite[InEightBits]):
             if one.plan.expert_compute != "same"
         )
         return Proposed(proposals=tuple(found))
+
+    def region_of(self, proposal: InEightBits) -> str:
+        """Return the name of its region."""
+        return proposal.region
 
     def apply(
         self, graph: fx.Graph, proposals: tuple[InEightBits, ...], state: CompileState

@@ -32,6 +32,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import allowed_by
 from moe_compile.plan.plan import RewritePlan
 from moe_compile.plan.state import CompileState
+from passes.bisected import regions_left_out
 from passes.contract import Fact, GraphPass
 
 LEAST_LOSS: Final = 0.01
@@ -71,6 +72,12 @@ class Rewrite(GraphPass, Generic[Proposal]):
         Of `state` only the fields that `docs/extend.md` names describe the graph at hand.
         """
 
+    def region_of(self, proposal: Proposal) -> str:
+        """Return the name of the region that a proposal changes; asked where it is `by_region`."""
+        raise ContractViolation(
+            f"{self.name} is by_region, and does not say the region of {proposal}"
+        )
+
     @abstractmethod
     def apply(self, graph: fx.Graph, proposals: tuple[Proposal, ...], state: CompileState) -> None:
         """Carry out `proposals` on `graph`, or on a copy with the same names; edit nothing else."""
@@ -82,7 +89,7 @@ class Rewrite(GraphPass, Generic[Proposal]):
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Propose, judge, apply."""
-        found = self.propose(graph, state)
+        found = self._left(self.propose(graph, state), state)
         said = tuple(_said(proposal) for proposal in found.proposals)
         report = PassReport(pass_name=self.name, skipped=found.skipped)
         if not found.proposals:
@@ -100,6 +107,22 @@ class Rewrite(GraphPass, Generic[Proposal]):
         )
         loses = f" ({self.numerics}: {self.bound})" if self.bound else ""
         return replace(report, applied=tuple(f"{p}{loses}" for p in found.proposals))
+
+    def _left(self, found: Proposed[Proposal], state: CompileState) -> Proposed[Proposal]:
+        """Return `found` without the proposals on regions that the pass is left out of."""
+        if not self.by_region:
+            return found
+        left = regions_left_out(self.name, map(self.region_of, found.proposals), state)
+        state.withdraw_from(left, self.name)
+        skipped = (
+            Verdict(candidate=str(one), reason=why.reason, detail=why.detail)
+            for one in found.proposals
+            if (why := left.get(self.region_of(one))) is not None
+        )
+        return Proposed(
+            proposals=tuple(p for p in found.proposals if self.region_of(p) not in left),
+            skipped=(*found.skipped, *skipped),
+        )
 
     def _judge(
         self, graph: fx.Graph, proposals: tuple[Proposal, ...], state: CompileState

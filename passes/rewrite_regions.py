@@ -32,6 +32,7 @@ class RewriteRegions(GraphPass):
     name: ClassVar[str] = "rewrite_regions"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_FOUND, Fact.PLANNED})
     provides: ClassVar[frozenset[Fact]] = frozenset({Fact.REWRITTEN})
+    by_region: ClassVar[bool] = True
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Emit every region anew, redirect its readers, erase nodes that nothing needs."""

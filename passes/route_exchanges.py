@@ -44,6 +44,11 @@ class Routed:
     """Bytes of one row that leave a rank, by torch's collectives."""
     row_bytes: float
 
+    @property
+    def region(self) -> str:
+        """Return the name of its region."""
+        return self.exchange.partition(" of ")[2]
+
     def __str__(self) -> str:
         """Return its name in reports."""
         return f"{self.exchange} by {self.transport}{self.loses}"
@@ -57,6 +62,7 @@ class RouteExchanges(Rewrite[Routed]):
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PLANNED, Fact.REWRITTEN})
     after: ClassVar[frozenset[str]] = frozenset({"quantize_products"})
     is_decided: ClassVar[bool] = True
+    by_region: ClassVar[bool] = True
 
     def propose(self, graph: fx.Graph, state: CompileState) -> Proposed[Routed]:
         """Return the exchanges that the transport can carry, every launch of them."""
@@ -73,14 +79,18 @@ class RouteExchanges(Rewrite[Routed]):
             skipped=tuple(one for one in found if isinstance(one, Verdict)),
         )
 
+    def region_of(self, proposal: Routed) -> str:
+        """Return the name of its region."""
+        return proposal.region
+
     def apply(self, graph: fx.Graph, proposals: tuple[Routed, ...], state: CompileState) -> None:
         """Emit each exchange anew, and erase the nodes it replaces."""
         nodes = {node.name: node for node in graph.nodes}
         of_region = {one.found.region.name: one for one in state.experts}
         for one in proposals:
-            exchange, _, region = one.exchange.partition(" of ")
+            exchange = one.exchange.partition(" of ")[0]
             for name in one.launches:
-                collective = _collective(nodes[name], of_region[region], exchange)
+                collective = _collective(nodes[name], of_region[one.region], exchange)
                 _route(nodes[name], collective, find_transport(one.transport))
 
     def measures(self, proposals: tuple[Routed, ...]) -> dict[str, float]:

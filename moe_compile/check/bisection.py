@@ -19,9 +19,10 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from moe_compile.check.culprit import in_order, is_found, sentences
+from moe_compile.check.culprit import find_regions, in_order, is_found, sentences
 from moe_compile.check.limited_process import run_limited
 from moe_compile.check.ranks import Ranks
+from moe_compile.check.same import Place, places_of
 from moe_compile.check.search import find_culprit, said_of
 from moe_compile.check.sections import SUMMARY, read_section, run_sections, say, write_json
 from moe_compile.check.summary import WIDTH, begun
@@ -79,7 +80,10 @@ def bisect_command(command: Sequence[str], out: Path, limit_s: float) -> int:
         before = trials.left_out_before
         found = {"why": NO_PASS}
         if culprit is not None:
-            found = {**asdict(culprit), "left_out_before": before, "variable": DISABLE}
+            regions = list(dict.fromkeys(name for name, _ in trials.places))
+            within = find_regions(culprit.names, regions, trials.is_right)
+            found = {**asdict(culprit), **within, "places": trials.places}
+            found |= {"left_out_before": before, "variable": DISABLE}
     summary = {"command": list(command), "tried": trials.rows}
     rows = [
         (row["trial"], "right" if row["status"] == 0 else "wrong", row["found"])
@@ -98,11 +102,14 @@ class CommandTrials:
         self._report.unlink(missing_ok=True)
         self.left_out_before = [n for n in os.environ.get(DISABLE, "").split(",") if n]
         self.rows: list[dict[str, Any]] = []
+        self.places: tuple[Place, ...] = ()
+        """The regions of the last good run that left a report."""
 
     def is_right(self, left_out: Sequence[str], said: str) -> bool:
         """Run the command, `said` in words; return whether it ends with 0 in its time."""
         report = self._report if not self.rows else self._out / "report_of_last_trial.json"
         variables = {DISABLE: ",".join([*self.left_out_before, *left_out]), REPORT: str(report)}
+        report.unlink(missing_ok=True)
         log, began = self._out / f"run{len(self.rows)}.log", time.monotonic()
         status = run_limited(
             self._command,
@@ -122,6 +129,8 @@ class CommandTrials:
         }
         self.rows.append(row)
         say(f"{said}: {row['found']}")
+        if status == 0 and report.exists():
+            self.places = places_of(json.loads(report.read_text()))
         return status == 0
 
     def passes(self) -> list[str]:
@@ -146,9 +155,9 @@ def _told(
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    for line in sentences(found):
-        console.print(line, markup=False, highlight=False)
     if is_found(found):
         console.print(f"please report it, with the folder {out}", markup=False, highlight=False)
+    for line in sentences(found):
+        console.print(line, markup=False, highlight=False)
     write_json(out / SUMMARY, {**summary, CULPRIT: found})
     return 0 if is_found(found) else 1

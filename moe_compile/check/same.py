@@ -50,6 +50,8 @@ FLOOR_ALONE: Final = 0.02
 FLOOR_LOSSY: Final = 0.06
 """As `FLOOR` where rows travel in eight bits: 25 decibels of signal to noise."""
 ALL: Final = "all gradients"
+Place = tuple[str, str]
+"""Name of a region, and its place in the source."""
 Squares = Mapping[str, tuple[float, float]]
 Work = Callable[[Form], Any]
 """Runs a form on this rank."""
@@ -74,7 +76,7 @@ class Found:
     """Passes that changed a graph."""
     regions: tuple[str, ...] = ()
     """The verdict on each region."""
-    places: tuple[str, ...] = ()
+    places: tuple[Place, ...] = ()
     """Where the regions are in the source."""
 
 
@@ -145,9 +147,9 @@ def passes_of(report: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one["pass"] for one in report["passes"] if one.get("applied")))
 
 
-def places_of(report: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return where the regions of a report are in the source."""
-    return tuple(one["where"] for one in _regions(report))
+def places_of(report: Mapping[str, Any]) -> tuple[Place, ...]:
+    """Return the name of each region of a report, and where it is in the source."""
+    return tuple(dict.fromkeys((one["name"], one["where"]) for one in _regions(report)))
 
 
 def _regions(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -54,14 +54,14 @@ def find_culprit(names: Sequence[str], is_right: Trial) -> Culprit | None:
     return Culprit(names=ordered, right_up_to=before[first], wrong_from=first)
 
 
-def said_of(names: Sequence[str], left_out: Collection[str]) -> str:
+def said_of(names: Sequence[str], left_out: Collection[str], what: str = "passes") -> str:
     """Return a choice in few words: "without b", or "with passes up to a"; "" for all of `names`.
 
-    A choice has words of its own.
+    A choice has words of its own. `what` is a word for the names.
     """
     kept = [name for name in names if name not in left_out]
     if not kept:
-        return "without passes"
+        return f"without {what}"
     last = names.index(kept[-1])
     others = [name for name in names[:last] if name in left_out]
     if len(names) - last - 1 == 1 and not others:
@@ -69,7 +69,7 @@ def said_of(names: Sequence[str], left_out: Collection[str]) -> str:
     without = f"without {', '.join(others)}" if others else ""
     if last == len(names) - 1 or others == [names[-1]]:
         return without
-    return " ".join(filter(None, [f"with passes up to {names[last]}", without]))
+    return " ".join(filter(None, [f"with {what} up to {names[last]}", without]))
 
 
 def first_wrong(number: int, is_right: Callable[[int], bool]) -> int:

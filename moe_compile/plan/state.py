@@ -17,6 +17,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Journal
+from moe_compile.journal.left import Left
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.choose_plan import PartsDecision
 from moe_compile.plan.plan import Plan, RewritePlan
@@ -47,6 +48,8 @@ class CompileState:
     """Findings in the Dynamo graph at hand."""
     planned: dict[str, tuple[Planned[Any], ...]] = field(default_factory=dict)
     """Name of a kind of region -> the plans of its candidates in the Dynamo graph at hand."""
+    left_whole: Mapping[str, Left] = field(default_factory=dict)
+    """Regions of the Dynamo graph at hand that `rewrite_regions` is left out of, and why."""
     dead: tuple[fx.Node, ...] = ()
     """Nodes of the Dynamo graph at hand that nothing needs once its MoE regions are rewritten."""
     launches: dict[str, dict[str, tuple[fx.Node, ...]]] = field(default_factory=dict)
@@ -135,7 +138,7 @@ class CompileState:
     def begin_graph(self, name: str, *, is_recomputed: bool = False) -> None:
         """Forget the previous Dynamo graph; `name` is that of the next."""
         self.graph_name, self.is_recomputed = name, is_recomputed
-        self.found, self.planned = Findings(), {}
+        self.found, self.planned, self.left_whole = Findings(), {}, {}
         self.dead, self.launches, self.results, self.rewrites = (), {}, {}, ()
         self.overflows = []
 
@@ -147,19 +150,23 @@ class CompileState:
         }
         self.results = {region: now.get(node, node) for region, node in self.results.items()}
 
+    def full_name(self, region: str) -> str:
+        """Return the name of a region of the graph at hand among all of the program.
+
+        In the body of a higher-order operator the name of the body comes first.
+        """
+        _, _, body = self.graph_name.partition("/")
+        return f"{body}/{region}" if body else region
+
+    def withdraw_from(self, regions: Collection[str], name: str) -> None:
+        """Withdraw what the plan has for pass `name` on these regions, since it is disabled."""
+        self._withdraw(name, Reason.DISABLED, regions)
+
     def withdraw(self, passes: Collection[str]) -> None:
         """Withdraw the decisions of passes that were left out, from the plan."""
-        if "rewrite_regions" in passes:
-            is_asked = (
-                "rewrite_regions" in self.config.disable_passes
-                or f"rewrite_regions {self.graph_name}" in self.left_out
-            )
-            why = Reason.DISABLED if is_asked else Reason.FAILED
-            self._change(lambda one: one.as_written(why))
-        if "quantize_exchanges" in passes:
-            self._change(lambda o: o.unquantised() if isinstance(o, PlannedExperts) else o)
-        if "quantize_products" in passes:
-            self._change(lambda o: o.in_own_format() if isinstance(o, PlannedExperts) else o)
+        is_asked = "rewrite_regions" in self.config.disable_passes
+        for name in passes:
+            self._withdraw(name, Reason.DISABLED if is_asked else Reason.FAILED)
         self.is_chunked |= any(one.plan.num_chunks > 1 for one in self.regions)
         self.rewrites = tuple(one for one in self.rewrites if one.name not in passes)
         has_regions = any(one.plan.group for one in self.regions)
@@ -167,8 +174,15 @@ class CompileState:
         is_parted = self.config.offload_budget > 0 or bool(self.config.recompute_modules)
         self.has_work |= has_regions or self.has_outside_rewrites or is_parted
 
-    def _change(self, change: Callable[[Planned[Any]], Planned[Any]]) -> None:
-        self.planned = {kind: tuple(map(change, each)) for kind, each in self.planned.items()}
+    def _withdraw(self, name: str, why: Reason, regions: Collection[str] | None = None) -> None:
+        """Withdraw a pass's decisions on `regions`, None for all."""
+        self.planned = {
+            kind: tuple(
+                _without(one, name, why) if regions is None or one.found.name in regions else one
+                for one in each
+            )
+            for kind, each in self.planned.items()
+        }
 
     @property
     def num_parts(self) -> int:
@@ -193,3 +207,14 @@ class CompileState:
         """Return the decisions on the Dynamo graph at hand."""
         regions = {kind: tuple(one.plan for one in each) for kind, each in self.planned.items()}
         return Plan(regions=regions, rewrites=self.rewrites)
+
+
+def _without(one: Planned[Any], name: str, why: Reason) -> Planned[Any]:
+    """Return the plan of a region without what pass `name` would carry out."""
+    if name == "rewrite_regions":
+        return one.as_written(why)
+    if name == "quantize_exchanges" and isinstance(one, PlannedExperts):
+        return one.unquantised()
+    if name == "quantize_products" and isinstance(one, PlannedExperts):
+        return one.in_own_format()
+    return one

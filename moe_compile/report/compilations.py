@@ -68,7 +68,7 @@ class Compilation:
     def add_level(self, state: CompileState) -> None:
         """Add the results of the Dynamo-level passes on one graph."""
         said = [
-            kind.say(one, state.config)
+            _named_in_full(kind.say(one, state.config), state)
             for kind in KINDS
             for one in state.planned.get(kind.name, ())
         ]
@@ -146,6 +146,12 @@ class Compilation:
             f"{others}, and no MoE region was found in its graph: {first.why}. {change}"
             f"{''.join(attention)}"
         )
+
+
+def _named_in_full(
+    report: RegionReport | AttentionReport, state: CompileState
+) -> RegionReport | AttentionReport:
+    return replace(report, name=state.full_name(report.name))
 
 
 def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:

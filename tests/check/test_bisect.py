@@ -8,17 +8,39 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from moe_compile.check.bisection import GOOD, NO_PASS, bisect_command
-from moe_compile.check.culprit import in_order, sentences
-from moe_compile.check.forms import AS_ASKED, AS_WRITTEN, NODE_BY_NODE, Forms, without_passes
-from moe_compile.check.same import Trials, verdict_of
+from moe_compile.check.culprit import (
+    NOT_BY_REGION,
+    OUT_OF_TIME_LATER,
+    OUTSIDE,
+    RIGHT_THERE,
+    check_culprit,
+    find_regions,
+    in_order,
+    sentences,
+)
+from moe_compile.check.forms import (
+    AS_ASKED,
+    AS_WRITTEN,
+    MANY,
+    NODE_BY_NODE,
+    Forms,
+    without_passes,
+)
+from moe_compile.check.same import OutOfTime, Trials, verdict_of
+from moe_compile.check.script import ScriptSteps, given_by
 from moe_compile.check.search import find_culprit, first_wrong, said_of
 from moe_compile.check.sections import Record
 from moe_compile.check.slower import NOT_SLOWER, TimedTrials, judge_times, search_by_times
 from moe_compile.check.team import RESTART
 from moe_compile.cli import main
 from moe_compile.config import MegaMoEConfig
+from moe_compile.testing.rank_pool import forget_compiled
+from passes.kinds.by_counts.kind import ByCounts
+from tests.layers import GroupedExperts
 
 NAMES = tuple("abcdefghijklmnop")
 
@@ -138,7 +160,7 @@ def test_a_form_is_slow_where_its_whole_interval_is_above_inductors(tmp_path, ou
     noise = (1.0, 1.01, 0.99, 1.02, 0.98)
     found = {
         "ours": [ours * one for one in noise], "theirs": [*reversed(noise)],
-        "passes": ("pin_order", "a"), "places": ("moe.py:3",),
+        "passes": ("pin_order", "a"), "places": (("region 0", "moe.py:3"),),
     }  # fmt: skip
     judge_times(AS_ASKED, record, [found, {**found, "passes": ("b",)}])
     (row,) = record.data["tried"]
@@ -148,41 +170,190 @@ def test_a_form_is_slow_where_its_whole_interval_is_above_inductors(tmp_path, ou
 
 
 class Alone:
-    """A team of one rank, and a job of which each form takes its time."""
+    """A team of one rank, which has `seconds`."""
 
-    def __init__(self, path):
-        self.record, self.is_first = Record(path=path, deadline=time.monotonic() + 9), True
+    def __init__(self, path, seconds=9):
+        self.record, self.is_first = Record(path=path, deadline=time.monotonic() + seconds), True
 
     def run(self, what, work, judge, *, needs_s=0.0):
         if self.record.begin(what, needs_s=needs_s):
-            judge(self.record, [work()])
+            try:
+                judge(self.record, [work()])
+            except TimeoutError as error:
+                self.record.fail(what, str(error))
             self.record.end(what)
 
     def tell(self, what, value=None):
         return value
 
 
-@pytest.mark.parametrize("culprit", ["schedule_exchanges", ""])
-def test_the_pass_by_which_steps_are_slow_is_named(tmp_path, culprit):
+AT = (("region 0", "moe.py:3 in forward"), ("region 1", "moe.py:9 in forward"))
+
+
+def searched(path, culprit, time_left=lambda form: True, is_hung=False):
+    """Search by times; `culprit` is an entry of `disable_passes`, of a pass or of a region too."""
+
     class Timed(TimedTrials):
         def _timed(self, form):
-            is_slow = culprit and culprit not in form.options.get("megamoe.disable_passes", ())
+            if not time_left(form):
+                raise OutOfTime(form.name)
+            left_out = {*form.options.get("megamoe.disable_passes", ())}
+            is_slow = culprit and left_out.isdisjoint({culprit, culprit.partition(":")[0]})
+            if is_slow and is_hung:
+                raise TimeoutError("it did not end")
             passes = ("detect_regions", "rewrite_regions", "schedule_exchanges", "pin_order")
             ours = [1.2 if is_slow else 0.9] * 3
-            return {"ours": ours, "theirs": [1.0] * 3, "passes": passes, "places": ()}
+            return {"ours": ours, "theirs": [1.0] * 3, "passes": passes, "places": AT}
 
-    team = Alone(tmp_path / "culprit.json")
-    trials = Timed(Trials(team, None, MegaMoEConfig(), 1), 3)
-    search_by_times(trials)
-    found = team.record.data["culprit"]
+    team = Alone(path)
+    search_by_times(Timed(Trials(team, None, MegaMoEConfig(), 1), 3))
+    return team.record.data
+
+
+@pytest.mark.parametrize("culprit", ["schedule_exchanges", ""])
+def test_the_pass_by_which_steps_are_slow_is_named(tmp_path, culprit):
+    found = searched(tmp_path / "culprit.json", culprit)["culprit"]
     if culprit:
         assert found["names"] == (culprit,) and found["right_up_to"] == "rewrite_regions"
-        assert (
-            "a step takes 1.200 (1.200 to 1.200) times as long as by Inductor"
-            in sentences(found)[1]
-        )
+        _, said, without, last = sentences(found)
+        assert "a step takes 1.200 (1.200 to 1.200) times as long as by Inductor" in said
+        assert without.endswith(" schedule_exchanges")
+        assert last == f"no region is named: {NOT_BY_REGION.format(culprit)}"
     else:
         assert found == {"why": NOT_SLOWER}
+
+
+@pytest.mark.parametrize("is_hung", [False, True])
+def test_the_region_by_which_steps_are_slow_or_do_not_end_is_named_too(tmp_path, is_hung):
+    data = searched(tmp_path / "culprit.json", "rewrite_regions:region 1", is_hung=is_hung)
+    assert data["culprit"]["regions"] == {"rewrite_regions": ["region 1"]}
+    assert [row["form"] for row in data["tried"]][-2:] == [
+        "megamoe, rewrite_regions without regions", "megamoe, rewrite_regions without region 1",
+    ]  # fmt: skip
+    _, said, without = sentences(data["culprit"])
+    assert "culprit: pass rewrite_regions, in region 1 (moe.py:9 in forward); " in said
+    assert without.endswith(" --megamoe.disable_passes 'rewrite_regions:region 1'")
+
+
+def test_a_region_is_sought_as_long_as_there_is_time_and_the_pass_is_named_without(tmp_path):
+    def time_left(form):
+        return not any(":" in one for one in form.options.get("megamoe.disable_passes", ()))
+
+    found = searched(tmp_path / "culprit.json", "rewrite_regions:region 1", time_left)["culprit"]
+    assert found["names"] == ("rewrite_regions",)
+    assert sentences(found)[-1] == f"no region is named: {OUT_OF_TIME_LATER}"
+
+
+def regions_of(passes, is_wrong, regions=("0", "1", "2")):
+    """Search among regions; `is_wrong` is given the pairs of pass and region that are rewritten."""
+
+    def is_right(left_out, said):
+        pairs = {(p, r) for p in passes for r in regions}
+        pairs -= {(p, r) for p, r in pairs if p in left_out or f"{p}:{r}" in left_out}
+        words.append(said)
+        return not is_wrong(pairs)
+
+    words = []
+    return find_regions(passes, regions, is_right), words
+
+
+REWRITES, QUANTIZES = "rewrite_regions", "quantize_exchanges"
+
+
+def test_every_region_in_which_a_pass_is_wrong_is_named():
+    pairs = {(REWRITES, "0"), (REWRITES, "2")}
+    found, words = regions_of([REWRITES], lambda there: there & pairs)
+    assert found == {"regions": {REWRITES: ["0", "2"]}} and len(words) == len({*words}) <= 6
+    one, words = regions_of([REWRITES], lambda there: True, regions=("0",))
+    assert one == {"regions": {REWRITES: ["0"]}} and not words
+
+
+def test_of_two_passes_each_has_its_region():
+    pairs = {(REWRITES, "2"), (QUANTIZES, "0")}
+    found, words = regions_of([REWRITES, QUANTIZES], lambda there: there & pairs)
+    assert found == {"regions": {REWRITES: ["2"], QUANTIZES: ["0"]}}
+    assert words[0] == f"without {QUANTIZES}, {REWRITES} in all regions"
+    culprit = {
+        "names": [REWRITES, QUANTIZES], "right_up_to": "", "wrong_from": REWRITES, **found,
+        "places": [["0", "a.py:1"], ["2", "a.py:2"], ["2", "b.py:3"]],
+    }  # fmt: skip
+    assert sentences(culprit)[1:] == [
+        f"culprit: passes {REWRITES}, {QUANTIZES}, {REWRITES} in 2 (a.py:2; b.py:3); "
+        f"{QUANTIZES} in 0 (a.py:1)",
+        f"to run without the culprit: --megamoe.disable_passes {REWRITES}:2,{QUANTIZES}:0",
+    ]
+
+
+def test_a_pass_that_is_at_fault_in_no_region_is_left_out_whole():
+    outside, _ = regions_of([REWRITES], lambda there: True)
+    assert outside == {"regions": {}, "no_region": OUTSIDE.format(REWRITES)}
+    found, _ = regions_of([REWRITES, QUANTIZES], lambda there: (REWRITES, "1") in there)
+    assert found == {"regions": {REWRITES: ["1"]}, "no_region": RIGHT_THERE.format(QUANTIZES)}
+    culprit = {
+        "names": [REWRITES, QUANTIZES], "right_up_to": "", "wrong_from": REWRITES, **found,
+    }  # fmt: skip
+    said = sentences(culprit)
+    assert said[-1] == f"no more regions are named: {RIGHT_THERE.format(QUANTIZES)}"
+    assert said[-2].endswith(f" {REWRITES}:1,{QUANTIZES}")
+
+
+def two_blocks():
+    """Return a step of two blocks, the second of two MoE layers, on one rank."""
+    torch.manual_seed(0)
+    layers = [GroupedExperts(16, 32, 4, 2, dist.group.WORLD) for _ in range(3)]
+    blocks = [layers[0], torch.nn.Sequential(*layers[1:])]
+    model = torch.nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = torch.randn(16, 16, dtype=torch.bfloat16)
+
+    def step(number):
+        optimizer.zero_grad()
+        loss = model(batch + number).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return {"model": model, "blocks": blocks, "optimizer": optimizer, "step": step}
+
+
+@pytest.fixture
+def one_rank(no_group_stays):
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
+@pytest.mark.slow
+def test_the_region_of_a_block_is_named_in_which_a_rewrite_is_wrong(
+    tmp_path, monkeypatch, one_rank
+):
+    """The second of two MoE layers in the second of two blocks."""
+    emit = ByCounts.emit
+
+    def wrong(self, one, state):
+        emitted = emit(self, one, state)
+        region = one.found.region
+        if region.name == "region 1":
+            result = emitted.instead[region.result]
+            with result.graph.inserting_after(result):
+                larger = result.graph.call_function(torch.mul, (result, 1.0 + 2.0**-7))
+            larger.meta.update(result.meta)
+            return replace(emitted, instead={**emitted.instead, region.result: larger})
+        return emitted
+
+    monkeypatch.setattr(ByCounts, "emit", wrong)
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        monkeypatch.setattr(torch._dynamo.config, limit, MANY)
+    forget_compiled()
+    job = ScriptSteps(given_by(two_blocks()), {"codegen": "fx", "disable_passes": ("pin_order",)})
+    team = Alone(tmp_path / "culprit.json", seconds=900)
+    check_culprit(Trials(team, job, job.config, 1))
+    found = team.record.data["culprit"]
+    assert (found["names"], found["block"], found["is_alone"]) == (("rewrite_regions",), 2, True)
+    assert found["regions"] == {"rewrite_regions": ["region 1"]}
+    _, said, without = sentences(found)
+    assert "culprit: pass rewrite_regions, in block 2, in region 1 (layers.py:" in said
+    assert without == (
+        "to run without the culprit: --megamoe.disable_passes 'pin_order,rewrite_regions:region 1'"
+    )
 
 
 HANGS = """
@@ -204,7 +375,9 @@ COMMAND = """
 import json, os, sys, time
 left_out = os.environ["MEGAMOE_DISABLE_PASSES"].split(",")
 passes = ["detect_regions", "rewrite_regions", "fold_row_moves", "pin_order"]
+regions = [{{"name": f"region {{n}}", "where": f"moe.py:{{n}} in forward"}} for n in range(2)]
 report = {{"passes": [{{"pass": name, "applied": ["x"]}} for name in passes]}}
+report |= {{"regions": regions, "attention": []}}
 open(os.environ["MEGAMOE_REPORT"], "w").write(json.dumps(report))
 if {condition}: {bad}
 """
@@ -226,14 +399,19 @@ def test_a_command_is_run_without_passes_until_the_culprit_is_known(tmp_path, ca
     said = capsys.readouterr().out
     assert "right with passes up to rewrite_regions, and wrong from fold_row_moves on" in said
     assert "to run without the culprit: MEGAMOE_DISABLE_PASSES=fold_row_moves" in said
+    last = said.splitlines()[-1]
+    assert last == f"no region is named: {NOT_BY_REGION.format('fold_row_moves')}"
 
 
-def test_a_command_that_does_not_end_is_bad(tmp_path):
-    status, summary = bisected(
-        tmp_path, "'pin_order' not in left_out", "time.sleep(600)", limit_s=2.0
-    )
-    assert status == 0 and summary["culprit"]["names"] == ["pin_order"]
+@pytest.mark.parametrize("name", ["rewrite_regions:region 0", "rewrite_regions:region 1"])
+def test_a_command_that_does_not_end_is_bad_and_the_region_is_named(tmp_path, name, capsys):
+    condition = f"not {{*left_out}} & {{'{name}', 'rewrite_regions'}}"
+    status, summary = bisected(tmp_path, condition, "time.sleep(600)", limit_s=2.0)
+    assert status == 0 and summary["culprit"]["names"] == ["rewrite_regions"]
     assert "it did not end" in summary["tried"][0]["found"]
+    assert summary["culprit"]["regions"] == {"rewrite_regions": [name.partition(":")[2]]}
+    said = capsys.readouterr().out
+    assert f"MEGAMOE_DISABLE_PASSES='{name}'" in said and "(moe.py:" in said
 
 
 @pytest.mark.parametrize(("condition", "why"), [("False", GOOD), ("True", NO_PASS)])
@@ -254,10 +432,12 @@ def test_blocks_that_are_wrong_together_alone_are_said():
     found = {
         "names": ["a", "b"], "right_up_to": "", "wrong_from": "a", "block": 3, "is_alone": False,
         "left_out_before": ["c"], "tensor": "the first tensor that differs is x",
+        "places": [["region 0", "moe.py:3"], ["region 1", "moe.py:3"]],
     }  # fmt: skip
     assert sentences(found) == [
         "values are right without passes, and wrong from a on",
-        "culprit: passes a, b, in blocks 1 to 3 together; the first tensor that differs is x",
+        "culprit: passes a, b, in blocks 1 to 3 together (regions at moe.py:3); the first tensor "
+        "that differs is x",
         "to run without the culprit: --megamoe.disable_passes c,a,b",
     ]
     assert sentences({}) == []

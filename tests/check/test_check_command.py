@@ -74,7 +74,9 @@ def test_the_pass_and_the_block_by_which_values_are_wrong_are_found(tmp_path):
     found = json.loads((tmp_path / "outputs/bisect/summary.json").read_text())["culprit"]
     assert (found["names"], found["right_up_to"]) == (["route_exchanges"], "rewrite_regions")
     assert (found["block"], found["is_alone"]) == (2, True)
-    assert "to run without the culprit: --megamoe.disable_passes route_exchanges" in said
+    (region,) = found["regions"]["route_exchanges"]
+    left_out = f"--megamoe.disable_passes 'route_exchanges:{region}'"
+    assert region.endswith("region 0") and f"to run without the culprit: {left_out}" in said
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""torch's own bisector finds a wrong pass of ours by its name."""
+"""Passes that are left out of a graph or of one region, and torch's own bisector, which does so."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -6,17 +6,36 @@ from typing import ClassVar
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from moe_compile.graph.copied_graph import copy_of_graph
+from torch import nn
 from torch._inductor.compiler_bisector import CompilerBisector
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
-from moe_compile.backend import megamoe
+from moe_compile.backend import megamoe, rewrite
 from moe_compile.codegen import LevelPass, plan_of
+from moe_compile.config import MegaMoEConfig
+from moe_compile.errors import ContractViolation, InvalidConfig
 from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.journal.reasons import Reason
 from moe_compile.testing.rank_pool import forget_compiled
 from passes.contract import GraphPass
-from passes.pipeline import DYNAMO, JOINT, POST_GRAD, Level, run_level
-from tests.capture import state
+from passes.pipeline import (
+    DYNAMO,
+    JOINT,
+    LEVELS,
+    POST_GRAD,
+    Level,
+    check_names,
+    names_by_region,
+    run_level,
+)
+from passes.rewrite import Proposed, Rewrite
+from tests.added import add_distribution, forget
+from tests.block_layers import SerialBlock, block_input
+from tests.capture import dynamo_graphs, state
+from tests.dispatch_layers import InOrderWeighted
+from tests.layers import GroupedExperts
 
 
 @dataclass(frozen=True)
@@ -125,3 +144,160 @@ def test_what_is_left_out_is_compared_among_ranks_and_kept_out_of_caches(monkeyp
     other.has_work = True
     assert plan_of(ours) != plan_of(other)
     assert LevelPass((level,), ours, None).uuid() is None
+
+
+TOKENS = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+TRANSPORT = "column_halves"
+ENTRIES = (
+    f"[megamoe.transports]\n{TRANSPORT} = tests.extension.{TRANSPORT}.{TRANSPORT}:ColumnHalves\n"
+)
+ASKED = {
+    "apply_scores": ({"apply_scores": "before_down", "chunks": 1}, InOrderWeighted),
+    "rewrite_regions": ({}, GroupedExperts),
+    "fuse_token_sums": ({"numerics": "bounded"}, InOrderWeighted),
+    "quantize_exchanges": ({"dispatch_wire": "fp8"}, GroupedExperts),
+    "quantize_products": ({"expert_compute": "fp8_blockwise"}, GroupedExperts),
+    "route_exchanges": ({"transport": TRANSPORT}, GroupedExperts),
+}
+"""Pass that works by region -> options that ask for it, and a layer that it changes."""
+
+
+@pytest.fixture
+def transport(tmp_path, monkeypatch):
+    add_distribution(tmp_path, monkeypatch, ENTRIES)
+    yield
+    forget()
+
+
+@pytest.fixture(scope="module")
+def two_layers(fake_ranks):
+    """Return the Dynamo graph of two layers of a style, which is traced once."""
+    traced = {}
+
+    def graph_of(style=GroupedExperts):
+        if style not in traced:
+            layers = nn.Sequential(*(style(16, 32, 8, 2, fake_ranks) for _ in range(2)))
+            (traced[style],) = dynamo_graphs(layers, TOKENS)
+        return copy_of_graph(traced[style])
+
+    return graph_of
+
+
+def rewritten(gm, **options):
+    """Return the Dynamo graph after our passes, the state, and the report of each pass."""
+    ours, _ = rewrite(gm, MegaMoEConfig(**{"hardware": "cpu", "chunks": 2, **options}))
+    reports = [r for _, r in ours.journal.records if isinstance(r, PassReport)]
+    return gm.graph, ours, {r.pass_name: r for r in reports}
+
+
+def of_region(lines, number):
+    return [line for line in lines if f"region {number}" in line]
+
+
+@pytest.mark.parametrize("name", names_by_region())
+def test_a_pass_that_works_by_region_is_left_out_of_one_alone(two_layers, transport, name):
+    options, style = ASKED[name]
+    _, _, whole = rewritten(two_layers(style), **options)
+    left_out = (f"{name}:region 1",)
+    _, ours, reports = rewritten(two_layers(style), disable_passes=left_out, **options)
+    assert of_region(whole[name].applied, 1)
+    assert reports[name].applied == tuple(of_region(whole[name].applied, 0))
+    left = [v for r in reports.values() for v in r.skipped if v.reason is Reason.DISABLED]
+    assert of_region([v.candidate for v in left], 1) == [v.candidate for v in left] != []
+    first, second = ours.experts
+    other = {
+        "rewrite_regions": "num_chunks",
+        "quantize_exchanges": "dispatch_wire",
+        "quantize_products": "expert_compute",
+    }.get(name)
+    if other is not None:
+        as_written = type(second.plan)(group="", num_ranks=2, num_local_experts=4)
+        assert getattr(first.plan, other) != getattr(second.plan, other)
+        assert getattr(second.plan, other) == getattr(as_written, other)
+
+
+def test_a_region_that_rewrites_are_left_out_of_is_as_the_model_wrote_it(two_layers):
+    """The nodes of the other one that die are those that die where it is alone."""
+    written, _, _ = rewritten(two_layers(), disable_passes=("rewrite_regions",))
+    both = tuple(f"rewrite_regions:region {number}" for number in (0, 1))
+    none, ours, _ = rewritten(two_layers(), disable_passes=both)
+    assert [str(n.target) for n in none.nodes] == [str(n.target) for n in written.nodes]
+    assert not ours.is_chunked
+    left = ((), both[:1], both)
+    sizes = [len(rewritten(two_layers(), disable_passes=one)[0].nodes) for one in left]
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_attention_is_a_region_too(fake_ranks):
+    """Its name is that of its node."""
+    (gm,) = dynamo_graphs(SerialBlock(fake_ranks, fake_ranks), block_input())
+    options = {"attention_chunks": 2, "disable_passes": ("rewrite_regions:o",)}
+    _, ours, _ = rewritten(gm, **options)
+    found = {one.found.name: one.plan.num_chunks for one in ours.regions}
+    assert found == {"region 0": 2, "o": 1}
+
+
+def test_a_region_of_a_checkpointed_function_has_the_name_of_its_body_too(fake_ranks):
+    layers = [GroupedExperts(16, 32, 8, 2, fake_ranks) for _ in range(2)]
+
+    def program(x):
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    (gm, *_) = dynamo_graphs(program, TOKENS)
+    options = {"hardware": "cpu", "disable_passes": ("rewrite_regions:wrap_body_1/region 0",)}
+    _, compilation = rewrite(gm, MegaMoEConfig(**options))
+    found = {one.name: one for one in compilation.regions}
+    assert {name: one.num_chunks for name, one in found.items()} == {
+        "wrap_body_0/region 0": 2, "wrap_body_1/region 0": 1,
+    }  # fmt: skip
+    assert Reason.DISABLED.value in found["wrap_body_1/region 0"].remarks
+
+
+@pytest.mark.parametrize(
+    ("entry", "wanted"),
+    [
+        ("rewrite_region:region 0", "no pass 'rewrite_region'. Did you mean 'rewrite_regions'"),
+        ("pin_order:region 0", "these passes alone can be left out of one region: apply_scores, "),
+        ("rewrite_regions:", "'apply_scores:region 0'"),
+    ],
+)
+def test_an_entry_for_a_region_that_no_pass_can_take_is_refused(entry, wanted):
+    with pytest.raises(InvalidConfig) as caught:
+        check_names((entry,))
+    assert wanted in str(caught.value)
+
+
+def test_passes_of_other_levels_know_no_regions():
+    assert {p.name for level in LEVELS for p in level.passes if p.by_region} == {*ASKED}
+
+
+@dataclass(frozen=True)
+class Nameless(Rewrite[str]):
+    name: ClassVar[str] = "nameless"
+    by_region: ClassVar[bool] = True
+
+    def propose(self, graph, state):
+        return Proposed(proposals=("something",))
+
+    def apply(self, graph, proposals, state):
+        raise AssertionError
+
+
+def test_a_rewrite_by_region_says_which_region_it_changes():
+    gm = make_fx(program)(torch.ones(3))
+    with pytest.raises(ContractViolation, match="does not say the region of something"):
+        Nameless().run(gm.graph, state())
+
+
+@pytest.mark.parametrize("wrong", ["region 0", "region 1"])
+def test_torchs_bisector_names_the_region_too(two_layers, wrong):
+    def is_right():
+        if CompilerBisector.get_backend() != "inductor":
+            return True
+        report = rewritten(two_layers())[2].get("rewrite_regions")
+        return report is None or wrong not in report.applied
+
+    found = CompilerBisector.do_bisect(is_right)
+    assert found.debug_info == f"megamoe's pass rewrite_regions, on {wrong} of the dynamo graph"

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -118,7 +118,7 @@ def plan_experts(
         decide_edges(draft, state, layers.around(draft.region))
         check_chunks(draft)
         draft.product_times = predicted_products(draft, state, layers.around(draft.region))
-    after = _examine_together(drafts)
+    after = _examine_together(drafts, state.left_whole)
     return tuple(_planned(draft, state.config) for draft in drafts), after.dead
 
 
@@ -259,9 +259,9 @@ def _decide_chunks_with_room(
     draft.even = replace(form, num_chunks=draft.num_chunks)
 
 
-def _examine_together(drafts: Sequence[Draft]) -> Aftermath:
+def _examine_together(drafts: Sequence[Draft], left_whole: Collection[str]) -> Aftermath:
     """Refuse regions that cannot be rewritten beside the others; note the nodes around the rest."""
-    chosen = [draft for draft in drafts if draft.is_rewritten]
+    chosen = [d for d in drafts if d.is_rewritten and d.region.name not in left_whole]
     after = find_effects([_rewrite(draft, drafts) for draft in chosen])
     for draft in chosen:
         effects = after.effects[draft.region.name]
