@@ -29,6 +29,7 @@ from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import source_of
 from passes.pipeline import LEVELS, PIN
 from tests.capture import state
+from tests.slow_parameters import exhaustive_but
 
 PASSES = {one.name: type(one) for level in LEVELS for one in level.passes}
 WITH_INDUCTOR = tuple(one.name for one in PIN.passes)
@@ -40,6 +41,11 @@ INDUCTOR_STAGES = ("run", "codegen", "compile_to_module")
 """Methods of Inductor's GraphLowering, which fail for every program with a pass of ours."""
 IN_INDUCTOR = (*WITH_INDUCTOR, *itertools.product(INDUCTOR_STAGES, ("forward", "backward")))
 EVERYWHERE = (*WITHOUT_INDUCTOR, *STAGES, *IN_INDUCTOR)
+SPREAD = (
+    *(level.passes[0].name for level in LEVELS), *STAGES, ("run", "forward"),
+    ("compile_to_module", "backward"),
+)  # fmt: skip
+"""A pass of each level and what comes after: one code puts graphs back, whichever pass failed."""
 FAULT = "the fault that was put in"
 OTHERWISE = {torch.mul: torch.add, torch.ops.aten.mul.Tensor: torch.ops.aten.add.Tensor}
 AS_WRITTEN = "run as written"
@@ -144,8 +150,9 @@ def names_fault(texts, name):
     return [text for text in texts if text.startswith(step) and FAULT in text]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVERYWHERE, ids=str)
+@pytest.mark.parametrize(
+    "name", exhaustive_but([(x,) for x in SPREAD], [(x,) for x in EVERYWHERE]), ids=str
+)
 def test_a_fault_of_all_ranks_changes_no_value(two_ranks, name):
     """It is warned of once for each graph, forward and backward.
 
