@@ -50,7 +50,7 @@ def against_one_rank(pool_for, tmp_path_factory):
     @functools.cache
     def one(items, descends):
         folder = tmp_path_factory.mktemp("alone")
-        return trained(pool_for(4), 1, folder, dict(items), descends=descends)[1][0]
+        return trained(pool_for(2), 1, folder, dict(items), descends=descends)[1][0]
 
     def run(layout, *changes, descends=False, **bounds):
         settings = {key: v for c in (settings_of(layout), *changes) for key, v in c.items()}
