@@ -30,16 +30,12 @@ OTHERS = {
 }
 
 
-def but(quick, everything):
-    """Return `everything` as parameters with their places as names, exhaustive where not quick.
-
-    Two are slow: of four ranks, with tensor parallelism, whose gradients torchtitan gets wrong, and
-    a pipeline.
-    """
-    mark = dict.fromkeys((TENSOR, PIPELINE), pytest.mark.slow)
+def layouts(*, quick=None, slow=()):
+    """Return all layouts as parameters, their places as names: exhaustive but for those named."""
+    marks = dict.fromkeys(slow, pytest.mark.slow) | {quick: ()}
     return [
-        pytest.param(x, id=str(place), marks=() if x in quick else mark.get(x, EXHAUSTIVE))
-        for place, x in enumerate(everything)
+        pytest.param(x, id=str(place), marks=marks.get(x, EXHAUSTIVE))
+        for place, x in enumerate(LAYOUTS)
     ]
 
 
@@ -62,7 +58,7 @@ def against_one_rank(pool_for, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("layout", but([EXPERTS], LAYOUTS))
+@pytest.mark.parametrize("layout", layouts(quick=EXPERTS, slow=[TENSOR]))
 def test_gradients_steps_and_moments_are_those_of_one_rank(against_one_rank, layout):
     (results, _), different = against_one_rank(layout, OURS)
     assert different == []
@@ -70,7 +66,7 @@ def test_gradients_steps_and_moments_are_those_of_one_rank(against_one_rank, lay
         assert set(rank.verdicts) == ({"chunked"} if layout.ep > 1 else set())
 
 
-@pytest.mark.parametrize("layout", but([], LAYOUTS))
+@pytest.mark.parametrize("layout", layouts(slow=[TENSOR, PIPELINE]))
 def test_gradient_descent_takes_the_same_steps(against_one_rank, layout):
     """Without checkpointing: there a router that is not compiled counts its tokens twice."""
     layout = dataclasses.replace(layout, checkpointing="none")
