@@ -102,7 +102,7 @@ IN_PARTS = (
 )
 
 
-@pytest.mark.parametrize(("style", "axis", "num_parts"), exhaustive_but(IN_PARTS[:2], IN_PARTS))
+@pytest.mark.parametrize(("style", "axis", "num_parts"), exhaustive_but(IN_PARTS[:1], IN_PARTS))
 def test_parts_are_added_up_once_all_are_there(two_nodes, style, axis, num_parts):  # noqa: F811
     """Three experts a rank; ranks without tokens."""
     dtype = torch.float32 if style is InOrderWeighted else torch.float64

@@ -36,7 +36,7 @@ def processes_with(mark):
     [
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive),
     ],
 )
 def test_no_process_outlives_the_command(tmp_path, number, request):
