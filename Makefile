@@ -20,6 +20,8 @@ QUICK := not slow and not exhaustive and $(ON_A_CPU)
 COVERED := 85
 
 export OMP_NUM_THREADS := 1
+# a hundred processes import the same files: what one has compiled is there for the others
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all test-slow test-exhaustive docs docs-test one-rank lanes coverage fuzz defects mutants cuda-table acceptance lint format clean
 

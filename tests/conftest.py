@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # graphs with a size for every count seldom repeat an operator's shapes: remembering costs more
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+# Dynamo would collect garbage after each compilation: a tenth of a rank's CPU time
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # ranks of pools refuse what a CPU may round otherwise in parts: what is rewritten must be equal
 os.environ["TESTS_HAVE_STRICT_BITS"] = "1"
 
@@ -24,7 +26,7 @@ from xdist.scheduler import LoadFileScheduling
 from moe_compile.report.graph_breaks import forget_frames
 from moe_compile.testing.cpu_rounding.cpu_bits import use_bits_of_environment
 from moe_compile.testing.mirrored_rank import MirroredGroup, become_mirrored
-from moe_compile.testing.rank_pool import RankPool, collect_seldom, forget_compiled
+from moe_compile.testing.rank_pool import RankPool, begin_again, collect_seldom
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 
 use_bits_of_environment()  # and so does this process
@@ -114,7 +116,7 @@ def kept_mirrored_ranks():
 
 
 def mirror(rank):
-    forget_compiled()
+    begin_again()
     become_mirrored()
 
 

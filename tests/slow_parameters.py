@@ -19,9 +19,12 @@ def one_per_reason(cases):
     return slow_but(quick.values(), cases)
 
 
-def exhaustive_but(slow, everything):
-    """Return `everything` as parameters, marked slow where in `slow`, exhaustive otherwise."""
-    return _marked(everything, lambda x: pytest.mark.slow if x in slow else pytest.mark.exhaustive)
+def exhaustive_but(slow, everything, quick=()):
+    """Return `everything` as parameters, slow where in `slow`, exhaustive where not in `quick`."""
+    other = pytest.mark.exhaustive
+    return _marked(
+        everything, lambda x: () if x in quick else pytest.mark.slow if x in slow else other
+    )
 
 
 def _marked(everything, marks_of):

@@ -309,7 +309,7 @@ def _regroup(rank: int, meeting: Meeting) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_groups()
-    forget_compiled()
+    begin_again()
     _join(rank, meeting)
 
 
@@ -322,6 +322,15 @@ def collect_seldom() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 10)
+
+
+def begin_again() -> None:
+    """Forget all compiled code, and have the garbage collector pass over what is left.
+
+    For a rank between two calls: objects of a call that runs would never be collected.
+    """
+    forget_compiled()
+    gc.freeze()
 
 
 def forget_compiled() -> None:

@@ -9,12 +9,15 @@ copies have at least the imports, and the ranks report the cause with programs o
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 
 import torch
 import torch.nn.functional as F
 
 import moe_compile.backend  # noqa: F401  (every rank needs it, and it takes a quarter of a second)
+from moe_compile.testing.cpu_rounding.cpu_bits import STRICT
+from moe_compile.testing.cpu_rounding.position_rounding import try_common_functions
 
 
 def _multiply_by_label(
@@ -47,6 +50,8 @@ try:
     _compile_once()
 except Exception as error:  # noqa: BLE001  (whatever a compiler raises)
     FAILED = f"{type(error).__name__}: {error}"
+if STRICT in os.environ:
+    try_common_functions()
 torch._dynamo.reset()
 torch._dynamo.utils.counters.clear()
 gc.collect()

@@ -1,9 +1,8 @@
 """Imports point left: each room may import only its own layer and those before it."""
 
 import ast
+import functools
 import pathlib
-
-import pytest
 
 from moe_compile.source_hash import SOURCES as HASHED
 
@@ -69,29 +68,37 @@ def room(module):
     return max(names, key=len, default=None)
 
 
+@functools.cache
 def imports(path):
+    """Return the modules that a file imports; a read of a file and its parsing serve all tests."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write absolute imports"
-            yield node.module
+            found.append(node.module)
+    return tuple(found)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_left(path):
+def test_imports_point_left():
+    wrong = {str(path.relative_to(ROOT)): found for path in SOURCES if (found := faults(path))}
+    assert wrong == {}
+
+
+def faults(path):
+    """Return the imports of a file that its place does not allow."""
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     if path.name == "__init__.py":
         own = module.removesuffix(".__init__")
         others = (name for name in imports(path) if name != "typing")
-        names = [name for name in others if name != own and not name.startswith(own + ".")]
-        assert not names, f"{path} must import nothing but files of its own folder"
-        return
+        # nothing but files of its own folder
+        return [name for name in others if name != own and not name.startswith(own + ".")]
     mine = room(module)
-    assert mine, f"{module} stands in no layer: add it to LAYERS"
-    for name in imports(path):
-        if theirs := room(name):
-            assert RANK[theirs] <= RANK[mine], f"{mine} must not import {theirs}"
+    if not mine:
+        return ["it stands in no layer: add it to LAYERS"]
+    rooms = {name: room(name) for name in imports(path)}
+    return [name for name, theirs in rooms.items() if theirs and RANK[theirs] > RANK[mine]]
 
 
 def test_what_no_hash_of_the_sources_has_is_imported_by_nothing_that_compiles():

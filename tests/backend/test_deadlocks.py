@@ -193,6 +193,7 @@ def test_programs_taken_for_alike_end_whoever_is_late():
     assert num_ended >= 300 and num_deadlocks >= 25
 
 
+@pytest.mark.slow
 def test_the_order_on_each_group_alone_would_let_deadlocks_pass():
     """The model has deadlocks that only the comparison across groups finds."""
     compare = launch_records._Records._compare

@@ -12,7 +12,7 @@ from tests.gathering_layers import Gathering
 from tests.layers import GroupedExperts, SharedAndBias
 from tests.legacy_layers import Bincount, RepeatedLabels
 from tests.loop_layers import Masked, SlicesAssigned
-from tests.slow_parameters import slow_but
+from tests.slow_parameters import exhaustive_but
 
 ROUTED = (GroupedExperts, SharedAndBias, SlicesAssigned, Masked, RepeatedLabels, Bincount)
 OF_UNKNOWN_LENGTH = {Masked: 2, RepeatedLabels: 2}
@@ -23,6 +23,7 @@ OTHERS = {
     Gathering: ((16, 32, 2), (32, 16)),
 }
 """The layer -> sizes it is made with, and those of its input."""
+SLOW = (GroupedExperts, RepeatedLabels, SplitAttention, Gathering)
 
 
 class All(ProcessReport):
@@ -57,10 +58,10 @@ def of_rank(rank, style):
     return facts({**said.report, "graph_breaks": said.breaks}), facts(done), chunks
 
 
-@pytest.mark.parametrize("style", slow_but((Masked,), (*ROUTED, *OTHERS)))
-def test_a_layer_is_explained_as_it_runs(two_ranks, style):
+@pytest.mark.parametrize("style", exhaustive_but(SLOW, (*ROUTED, *OTHERS), [Masked]))
+def test_a_layer_is_explained_as_it_runs(mirrored_ranks, style):
     """Rows taken by masks, and labels of unknown length, were said to run in two chunks."""
-    for said, done, chunks in two_ranks.run(of_rank, style):
+    for said, done, chunks in mirrored_ranks.run(of_rank, style):
         assert said == done
         if style in OF_UNKNOWN_LENGTH:
             assert not any(region[1] > 1 for region in said[0])

@@ -41,6 +41,7 @@ from moe_compile.testing.programs.text import source_of
 from passes.pipeline import LEVELS, PIN
 from tests.capture import CapturedError, dynamo_graphs, state
 from tests.layers import GroupedExperts
+from tests.slow_parameters import exhaustive_but
 
 ROOT = Path(__file__).parents[2]
 OURS = ("moe_compile", "passes")
@@ -113,6 +114,11 @@ IN_INDUCTOR = (
     *INSIDE,
 )
 EVERYWHERE = (*WITHOUT_INDUCTOR, *STAGES, *IN_INDUCTOR)
+SPREAD = (
+    *(level.passes[0].name for level in LEVELS), *STAGES, ("run", "forward"),
+    ("compile_to_module", "backward"),
+)  # fmt: skip
+"""A pass of each level and what comes after: one code puts graphs back, whichever pass failed."""
 FAULT = "the fault that was put in"
 OTHERWISE = {torch.mul: torch.add, torch.ops.aten.mul.Tensor: torch.ops.aten.add.Tensor}
 AS_WRITTEN = "run as written"
@@ -261,13 +267,9 @@ def names_fault(texts, name):
     return [text for text in texts if text.startswith(step) and FAULT in text]
 
 
-def marked(name):
-    """Return a parameter: faults inside of Inductor take minutes."""
-    mark = pytest.mark.exhaustive if name in INSIDE else pytest.mark.slow
-    return pytest.param(name, marks=mark, id=str(name))
-
-
-@pytest.mark.parametrize("name", list(map(marked, EVERYWHERE)))
+@pytest.mark.parametrize(
+    "name", exhaustive_but([(x,) for x in SPREAD], [(x,) for x in EVERYWHERE]), ids=str
+)
 def test_a_fault_of_all_ranks_changes_no_value(two_ranks, name):
     """It is warned of once for each graph, forward and backward.
 

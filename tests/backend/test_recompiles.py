@@ -33,6 +33,6 @@ def test_other_token_counts_cost_one_compilation_and_one_token_one_more(mirrored
         assert seen == [1, 2, 2, 2, 3, 3, 3]
 
 
-def test_routing_costs_none(two_ranks):
-    for seen in two_ranks.run(count_compilations, [(32, None), (32, 0), (32, 7), (32, 3)]):
+def test_routing_costs_none(mirrored_ranks):
+    for seen in mirrored_ranks.run(count_compilations, [(32, None), (32, 0), (32, 7), (32, 3)]):
         assert seen == [1, 1, 1, 1]

@@ -77,15 +77,15 @@ def differing_forms(rank, style, codegen):
 
 
 @pytest.mark.parametrize("style", slow_but([GroupedExperts], [GroupedExperts, Centred]))
-def test_every_form_of_a_second_backward_has_the_values_of_eager(two_ranks, style):
+def test_every_form_of_a_second_backward_has_the_values_of_eager(mirrored_ranks, style):
     """'compiled with non-empty donated buffers': sizes that are read have it compiled ahead."""
-    assert two_ranks.run(differing_forms, style, "fx") == [[], []]
+    assert not any(mirrored_ranks.run(differing_forms, style, "fx"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", [GroupedExperts, Centred])
-def test_code_of_inductor_keeps_what_was_saved(two_ranks, style):
-    assert two_ranks.run(differing_forms, style, "inductor") == [[], []]
+def test_code_of_inductor_keeps_what_was_saved(mirrored_ranks, style):
+    assert not any(mirrored_ranks.run(differing_forms, style, "inductor"))
 
 
 def scaled(x, weight, number):
@@ -119,5 +119,5 @@ def penalty(rank):
         gradient.square().sum().backward()
 
 
-def test_gradients_of_gradients_are_one_error(two_ranks):
-    two_ranks.run(penalty)
+def test_gradients_of_gradients_are_one_error(mirrored_ranks):
+    mirrored_ranks.run(penalty)

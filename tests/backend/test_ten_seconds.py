@@ -20,7 +20,7 @@ from tests.backend.test_places_apart import ends
 from tests.batch_layers import Block
 from tests.layers import GroupedExperts
 from tests.node_ranks import seat
-from tests.slow_parameters import slow_but
+from tests.slow_parameters import exhaustive_but
 
 
 def experts(group):
@@ -69,6 +69,9 @@ REWRITES = {
     "gradient wire": Rewrite(options={"gradient_wire": "bf16_fp32_sum"}, make=Sharded),
 }
 
+SLOW = ("chunks", "two hops", "gradient wire")
+"""Collectives of two ranks' rows, of four ranks, and of gradients."""
+
 
 def prepared(rank, name):
     """Return the layer compiled to run rewritten, and an input."""
@@ -95,7 +98,7 @@ def run_another_program(rank, name):
         torch.compile(exchange, backend="megamoe")(whole, dist.group.WORLD)
 
 
-@pytest.mark.parametrize("name", slow_but(["attention by heads"], REWRITES))
+@pytest.mark.parametrize("name", exhaustive_but(SLOW, REWRITES, ["attention by heads"]))
 def test_another_program_on_one_rank(tmp_path, name):
     """The others wait in collectives of what they agreed on."""
     num_ranks = REWRITES[name].num_ranks

@@ -1,7 +1,7 @@
 """Forms of `torch.compile` and of training around it: a layer is rewritten, and equals eager.
 
 `docs/torch-compile.md` names these tests row by row, and `tests/test_site.py` holds that each
-of them is there.
+of them is there. A rank and its mirror image are enough: the forms do not change what is exchanged.
 """
 
 import contextlib
@@ -65,6 +65,11 @@ def chunked_since(known):
     return bool(verdicts) and set(verdicts) == {("chunked", 2)}
 
 
+def check(found, expected):
+    """Raise unless each rank found what is expected."""
+    assert found == [expected] * len(found)
+
+
 def sizes(rank, dynamic, is_marked):
     """Return the graphs after each of three numbers of tokens, and whether steps are as eager's."""
     known, layer, eager = len(REPORT.compilations), new_layer(), new_layer()
@@ -88,8 +93,8 @@ def sizes(rank, dynamic, is_marked):
         pytest.param(None, True, [1, 1, 1], id="mark_dynamic"),
     ],
 )
-def test_numbers_of_tokens(two_ranks, dynamic, is_marked, graphs):
-    assert two_ranks.run(sizes, dynamic, is_marked) == [(graphs, True, True)] * 2
+def test_numbers_of_tokens(mirrored_ranks, dynamic, is_marked, graphs):
+    check(mirrored_ranks.run(sizes, dynamic, is_marked), (graphs, True, True))
 
 
 @contextlib.contextmanager
@@ -124,8 +129,8 @@ def between(rank, name):
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_a_step_without_gradients_between_two_that_train(two_ranks, name):
-    assert two_ranks.run(between, name) == [(True, True, 2)] * 2
+def test_a_step_without_gradients_between_two_that_train(mirrored_ranks, name):
+    check(mirrored_ranks.run(between, name), (True, True, 2))
 
 
 def in_place(layer):
@@ -191,8 +196,8 @@ def halved(layer):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_part_of_a_program(two_ranks, form):
-    assert two_ranks.run(form_of, form) == [(True, True)] * 2
+def test_a_part_of_a_program(mirrored_ranks, form):
+    check(mirrored_ranks.run(form_of, form), (True, True))
 
 
 def states(rank):
@@ -214,8 +219,8 @@ def states(rank):
     return names, [*plain.state_dict()] == [*eager.state_dict()], are_taken, num_graphs() - before
 
 
-def test_weights_are_saved_and_loaded(two_ranks):
-    assert two_ranks.run(states) == [({"_orig_mod"}, True, True, 0)] * 2
+def test_weights_are_saved_and_loaded(mirrored_ranks):
+    check(mirrored_ranks.run(states), ({"_orig_mod"}, True, True, 0))
 
 
 def copies(rank):
@@ -234,8 +239,8 @@ def copies(rank):
     return are_apart, is_equal, chunked_since(known), len(before) == 6
 
 
-def test_a_copy_of_what_is_compiled(two_ranks):
-    assert two_ranks.run(copies) == [(True, True, True, True)] * 2
+def test_a_copy_of_what_is_compiled(mirrored_ranks):
+    check(mirrored_ranks.run(copies), (True, True, True, True))
 
 
 def added_up(rank):
@@ -254,8 +259,8 @@ def added_up(rank):
     return all(equal), num_graphs(), chunked_since(known)
 
 
-def test_gradients_are_added_up_over_microbatches(two_ranks):
-    assert two_ranks.run(added_up) == [(True, 1, True)] * 2
+def test_gradients_are_added_up_over_microbatches(mirrored_ranks):
+    check(mirrored_ranks.run(added_up), (True, 1, True))
 
 
 def frozen(rank):
@@ -272,8 +277,8 @@ def frozen(rank):
     return all(equal), num_graphs(), chunked_since(known)
 
 
-def test_a_weight_is_frozen_between_steps(two_ranks):
-    assert two_ranks.run(frozen) == [(True, 2, True)] * 2
+def test_a_weight_is_frozen_between_steps(mirrored_ranks):
+    check(mirrored_ranks.run(frozen), (True, 2, True))
 
 
 def reset(rank):
@@ -287,8 +292,8 @@ def reset(rank):
     return all(equal), chunked_since(known), len(REPORT.compilations) - known
 
 
-def test_a_reset_between_steps(two_ranks):
-    assert two_ranks.run(reset) == [(True, True, 2)] * 2
+def test_a_reset_between_steps(mirrored_ranks):
+    check(mirrored_ranks.run(reset), (True, True, 2))
 
 
 def stances(rank):
@@ -302,8 +307,8 @@ def stances(rank):
     return all(equal), chunked_since(known), num_graphs()
 
 
-def test_a_stance_that_all_ranks_take(two_ranks):
-    assert two_ranks.run(stances) == [(True, True, 1)] * 2
+def test_a_stance_that_all_ranks_take(mirrored_ranks):
+    check(mirrored_ranks.run(stances), (True, True, 1))
 
 
 def hooked(rank):
@@ -317,9 +322,9 @@ def hooked(rank):
     return is_equal, sorted(seen), chunked_since(known)
 
 
-def test_hooks_are_called(two_ranks):
+def test_hooks_are_called(mirrored_ranks):
     expected = (True, ["accumulated", "forward", "gradient"], True)
-    assert two_ranks.run(hooked) == [expected] * 2
+    check(mirrored_ranks.run(hooked), expected)
 
 
 def by_compiled_autograd(rank):
@@ -332,5 +337,5 @@ def by_compiled_autograd(rank):
     return are_equal(ours, step(eager, eager, rows(0))), chunked_since(known), captures
 
 
-def test_compiled_autograd(two_ranks):
-    assert two_ranks.run(by_compiled_autograd) == [(True, True, 1)] * 2
+def test_compiled_autograd(mirrored_ranks):
+    check(mirrored_ranks.run(by_compiled_autograd), (True, True, 1))

@@ -82,8 +82,8 @@ def check(pool, model, layer, parts, size, *, chunks=1, **options):
         assert {num for _, num in regions} == {chunks}
 
 
-def test_two_parts_equal_gradient_accumulation(two_ranks):
-    check(two_ranks, Block, InOrder, 2, 4)
+def test_two_parts_equal_gradient_accumulation(mirrored_ranks):
+    check(mirrored_ranks, Block, InOrder, 2, 4)
 
 
 @pytest.mark.slow

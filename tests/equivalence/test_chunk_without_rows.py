@@ -15,6 +15,7 @@ from moe_compile.testing.process_groups import be_deterministic
 from passes.zero_empty_groups import GROUPED
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
 
 WIDTH, EXPERTS = 16, 8
 STARVED = {"of one rank": (6, 7), "of all ranks": (2, 3, 6, 7), "all of one rank": (4, 5, 6, 7)}
@@ -68,7 +69,7 @@ def test_no_stride_of_a_product_is_a_number_of_rows(fake_ranks):
         assert all(type(stride) is int for value in operands for stride in value.stride())
 
 
-@pytest.mark.parametrize("starved", STARVED)
+@pytest.mark.parametrize("starved", slow_but(["all of one rank"], STARVED))
 def test_a_chunk_without_rows_computes_what_the_layer_does(two_devices, starved):
     assert two_devices.run(steps, STARVED[starved]) == [[], []]
 

@@ -21,7 +21,7 @@ from tests.equivalence.test_quantized_wire import (
 )
 from tests.layers import FusedGateUp, GroupedExperts
 from tests.quantized_layers import in_eight_bits, quantized_eagerly
-from tests.slow_parameters import slow_but
+from tests.slow_parameters import exhaustive_but, slow_but
 
 BF16 = torch.bfloat16
 WIRES = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
@@ -237,9 +237,14 @@ FLOORS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("codegen", ["fx", "inductor"])
-@pytest.mark.parametrize(("options", "floors"), FLOORS, ids=str)
+SIGNALS = [(*given, codegen) for codegen in ("fx", "inductor") for given in FLOORS]
+
+
+@pytest.mark.parametrize(
+    ("options", "floors", "codegen"),
+    exhaustive_but((*SIGNALS[: len(FLOORS)], SIGNALS[-1]), SIGNALS),
+    ids=str,
+)
 def test_routed_output_and_gradients_keep_their_signal(two_ranks, options, floors, codegen):
     for measured in two_ranks.run(signal_to_noise, codegen, options):
         assert all(ratio >= floor for ratio, floor in zip(measured, floors, strict=True)), measured

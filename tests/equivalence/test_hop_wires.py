@@ -36,7 +36,7 @@ from tests.equivalence.test_two_hops import (
 from tests.hop_wire_layers import flat_eagerly, hops_eagerly, in_eight_bits
 from tests.layers import GroupedExperts
 from tests.node_ranks import in_two_hops, seat
-from tests.slow_parameters import exhaustive_but, slow_but
+from tests.slow_parameters import exhaustive_but
 
 BOTH = ("fp8", "fp8")
 
@@ -91,8 +91,7 @@ FLAT = (
 """Styles and wires for which nothing weights rows between packing and the sums."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("style", "wires"), FLAT)
+@pytest.mark.parametrize(("style", "wires"), exhaustive_but(FLAT[1:3], FLAT))
 def test_rows_that_nothing_weights_are_those_of_the_flat_exchange(fresh_nodes, style, wires):
     """Uneven ranks; outputs and all gradients, bit for bit."""
     equals(fresh_nodes, a_case(style, TOKENS), style, flat_eagerly, wires)
@@ -110,7 +109,7 @@ WEIGHTED = (
 )
 
 
-@pytest.mark.parametrize(("style", "wires"), slow_but(WEIGHTED[1:2], WEIGHTED))
+@pytest.mark.parametrize(("style", "wires"), exhaustive_but(WEIGHTED[1:4], WEIGHTED))
 def test_weights_meet_tokens_that_were_packed_and_gradients_too(fresh_nodes, style, wires):
     """Packed is what is copied: the token, not its weighted row, and the gradient of its sum."""
     equals(fresh_nodes, a_case(style, TOKENS), style, hops_eagerly, wires)
@@ -167,9 +166,11 @@ def beyond_bound(rank, case, style, wires):
     return left + wrong_sums(tensors, kept, case, style, NODES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", [InOrder, Around, InOrderWeighted])
-@pytest.mark.parametrize(("top_k", "width"), [(6, 16), (3, 160)])
+SIZES = ((6, 16), (3, 160))
+BOUNDED = [(style, *sizes) for style in (InOrder, Around, InOrderWeighted) for sizes in SIZES]
+
+
+@pytest.mark.parametrize(("style", "top_k", "width"), exhaustive_but(BOUNDED[1:3], BOUNDED))
 def test_sums_on_nodes_stay_within_the_bound(fresh_nodes, style, top_k, width):
     """And are packed as stated: rows inside the node, then the sums of nodes."""
     case = a_case(style, TOKENS, top_k=top_k, width=width)

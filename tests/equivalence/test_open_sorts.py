@@ -48,9 +48,9 @@ class Open(Sorted):
 
 
 @pytest.mark.parametrize("chunks", slow_but([2], [2, 3]))
-def test_chunks_compute_what_a_stable_sort_does(two_ranks, chunks):
-    stable = two_ranks.run(outcome, Sorted, "eager", "exact")
-    chunked = two_ranks.run(outcome, Open, "megamoe", "bounded", chunks)
+def test_chunks_compute_what_a_stable_sort_does(mirrored_ranks, chunks):
+    stable = mirrored_ranks.run(outcome, Sorted, "eager", "exact")
+    chunked = mirrored_ranks.run(outcome, Open, "megamoe", "bounded", chunks)
     for (expected, _, _), (found, _, ((verdict, *remarks),)) in zip(stable, chunked, strict=True):
         assert verdict == "chunked"
         assert any("test_open_sorts.py" in r and "m eps times" in r for r in remarks)
@@ -58,9 +58,9 @@ def test_chunks_compute_what_a_stable_sort_does(two_ranks, chunks):
 
 
 @pytest.mark.slow
-def test_gradients_keep_the_bound_of_the_order_that_torch_chose(two_ranks):
-    plain = two_ranks.run(outcome, Open, "eager", "exact")
-    chunked = two_ranks.run(outcome, Open, "megamoe", "bounded")
+def test_gradients_keep_the_bound_of_the_order_that_torch_chose(mirrored_ranks):
+    plain = mirrored_ranks.run(outcome, Open, "eager", "exact")
+    chunked = mirrored_ranks.run(outcome, Open, "megamoe", "bounded")
     for (expected, terms, _), (found, _, _) in zip(plain, chunked, strict=True):
         assert torch.equal(expected["output"], found["output"])
         (h,), (g,) = terms["h"], terms["g"]
@@ -73,10 +73,10 @@ def test_gradients_keep_the_bound_of_the_order_that_torch_chose(two_ranks):
             start = end
 
 
-def test_a_region_is_whole_and_keeps_its_bits_where_nothing_may_round(two_ranks):
-    plain = two_ranks.run(outcome, Open, "eager", "exact")
+def test_a_region_is_whole_and_keeps_its_bits_where_nothing_may_round(mirrored_ranks):
+    plain = mirrored_ranks.run(outcome, Open, "eager", "exact")
     for (expected, _, _), (found, _, ((verdict, *said),)) in zip(
-        plain, two_ranks.run(outcome, Open, "megamoe", "exact"), strict=True
+        plain, mirrored_ranks.run(outcome, Open, "megamoe", "exact"), strict=True
     ):
         assert Reason.UNSTABLE_SORT.value in verdict
         assert "megamoe.numerics = 'bounded' allows it" in verdict

@@ -90,9 +90,9 @@ def outcome(rank, style, backend, numerics, chunks=2):
 
 
 @pytest.mark.parametrize("style", slow_but([Shares], [Shares, SharesInLoop]))
-def test_gradients_of_what_is_shared_keep_the_bound_and_all_else_its_bits(two_ranks, style):
-    plain = two_ranks.run(outcome, style, "eager", "exact")
-    chunked = two_ranks.run(outcome, style, "megamoe", "bounded")
+def test_gradients_of_what_is_shared_keep_the_bound_and_all_else_its_bits(mirrored_ranks, style):
+    plain = mirrored_ranks.run(outcome, style, "eager", "exact")
+    chunked = mirrored_ranks.run(outcome, style, "megamoe", "bounded")
     for (expected, terms, _), (found, _, ((verdict, *remarks),)) in zip(
         plain, chunked, strict=True
     ):
@@ -112,8 +112,8 @@ def test_gradients_of_what_is_shared_keep_the_bound_and_all_else_its_bits(two_ra
             assert torch.all((found[name].double() - exact).abs() <= bound)
 
 
-def test_they_keep_a_region_whole_where_no_bit_may_change(two_ranks):
-    for _, _, ((verdict, *said),) in two_ranks.run(outcome, Shares, "megamoe", "exact"):
+def test_they_keep_a_region_whole_where_no_bit_may_change(mirrored_ranks):
+    for _, _, ((verdict, *said),) in mirrored_ranks.run(outcome, Shares, "megamoe", "exact"):
         assert Reason.SHARED_PARAMETER.value in verdict
         assert "megamoe.numerics = 'bounded' allows it" in verdict
         assert any("numerics" in sentence for sentence in said)

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from moe_compile.testing.equivalence import differing_tensors
 from moe_compile.testing.strategies import RoutingPattern
 from tests.dispatch_layers import InOrder, InOrderWeighted
-from tests.equivalence.test_layers import build, inputs, one_case
+from tests.equivalence.test_layers import CHOSEN, build, inputs, one_case
 from tests.equivalence.test_token_chunks import WholeNumbers
 from tests.layers import STYLES, GroupedExperts, SharedAndBias
-from tests.slow_parameters import slow_but
+from tests.slow_parameters import exhaustive_but, slow_but
 
 
 def options(**more):
@@ -46,7 +46,7 @@ def two_rows_case(style, *tokens):
     return one_case(style, *tokens)
 
 
-@pytest.mark.parametrize("style", slow_but([InOrder], (*STYLES, InOrder)))
+@pytest.mark.parametrize("style", exhaustive_but(CHOSEN, (*STYLES, InOrder), [InOrder]))
 def test_two_rows_a_token_change_no_bit_on_two_ranks(two_devices, style):
     check(two_devices.run(differing, two_rows_case(style, (9, 9)), style, options()))
 

@@ -18,7 +18,7 @@ from tests.dispatch_layers import (
 from tests.equivalence.test_layers import build, inputs, one_case
 from tests.layers import GroupedExperts, LoopExperts, SegmentStarts, SharedAndBias
 from tests.node_ranks import BytesBetweenNodes, in_two_hops, seat
-from tests.slow_parameters import slow_but
+from tests.slow_parameters import exhaustive_but
 
 OPTIONS = {"megamoe.nodes": "exact", "megamoe.strict": True, "megamoe.codegen": "fx"}
 TOKENS = (9, 14, 5, 7)
@@ -59,7 +59,10 @@ def differing(rank, case, style, **options):
 
 
 @pytest.mark.parametrize(
-    "style", slow_but([InOrder], (*BY_INDEX, InOrder, InOrderWeighted, OntoTokens))
+    "style",
+    exhaustive_but(
+        (LoopExperts, InOrder, OntoTokens), (*BY_INDEX, InOrder, InOrderWeighted, OntoTokens)
+    ),
 )
 def test_no_bit_changes_whatever_the_style(two_nodes, style):
     """Weights of rows before the experts or after them, counts in any form, bf16 and fp32."""
@@ -69,7 +72,12 @@ def test_no_bit_changes_whatever_the_style(two_nodes, style):
 EMPTY = (6, 0, 11, 3)
 
 
-@pytest.mark.parametrize("routing", slow_but([RoutingPattern.FIRST_RANK], list(RoutingPattern)))
+@pytest.mark.parametrize(
+    "routing",
+    exhaustive_but(
+        [RoutingPattern.SKEWED], list(RoutingPattern), quick=[RoutingPattern.FIRST_RANK]
+    ),
+)
 def test_ranks_without_tokens_and_without_rows(two_nodes, routing):
     """Experts of rank 0 take everything: three ranks have no row, and one node has none."""
     case = a_case(GroupedExperts, EMPTY, top_k=2, routing=routing)
@@ -79,8 +87,7 @@ def test_ranks_without_tokens_and_without_rows(two_nodes, routing):
 PARTS = (SharedInOrderWeighted, SharedInOrder, SharedByIndex)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", PARTS)
+@pytest.mark.parametrize("style", exhaustive_but(PARTS[:1], PARTS))
 def test_ranks_that_send_the_rows_of_one_half_of_their_tokens(two_nodes, style):
     """One rank has one token, and no row; the last token of an odd number has none."""
     check(two_nodes.run(differing, a_case(GroupedExperts, (6, 1, 11, 4)), style))

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_compile.report.process_report import REPORT
 from tests.layers import GroupedExperts
 from tests.legacy_layers import Megatron
+from tests.slow_parameters import exhaustive_but
 
 OWN = ("w1", "w2", "w3")
 """Parameters that every rank has of its own."""
@@ -71,10 +72,9 @@ def run(rank, style, wrap, is_whole):
     return differing, [r.verdict for c in REPORT.compilations[known:] for r in c.regions]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_whole", [True, False], ids=["model", "layer"])
 @pytest.mark.parametrize("wrap", [replicated, sharded])
-@pytest.mark.parametrize("style", [GroupedExperts, Megatron])
+@pytest.mark.parametrize("style", exhaustive_but([GroupedExperts], [GroupedExperts, Megatron]))
 def test_a_layer_of_a_wrapped_model_is_chunked(two_ranks, style, wrap, is_whole):
     for differing, verdicts in two_ranks.run(run, style, wrap, is_whole):
         assert differing == []

@@ -3,7 +3,6 @@
 They end with these tests, and after every few jobs (`titan_jobs.py`).
 """
 
-import functools
 import importlib
 
 import pytest
@@ -50,13 +49,20 @@ def kept_eight_ranks():
 
 @pytest.fixture(scope="module")
 def pool_for(request):
-    """Return the least pool that has so many ranks: each rank imports torchtitan."""
+    """Return the least pool that has so many ranks: each rank imports torchtitan.
 
-    @functools.cache
+    Four and eight ranks end with the module that asked for them: a start takes each a second, and
+    eight that are idle take a third of a core, for the threads that jobs left them.
+    """
+    used = {}
+
     def pool(ranks):
         number = next(word for most, word in POOLS.items() if ranks <= most)
-        found = request.getfixturevalue(f"kept_{number}_ranks")
-        found.regroup()
-        return found
+        if number not in used:
+            used[number] = request.getfixturevalue(f"kept_{number}_ranks")
+            used[number].regroup()
+        return used[number]
 
-    return pool
+    yield pool
+    for number in used.keys() - {"two"}:
+        used[number].renew()

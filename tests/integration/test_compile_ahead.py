@@ -15,6 +15,7 @@ from tests.integration.layout_table import TESTED
 from tests.integration.one_rank import Recorder, num_ranks, settings_of
 from tests.integration.titan_jobs import OURS, train
 from tests.scheduled_layers import one_rank_group
+from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.compile_ahead import microbatches_alone, run_and_forget
 
 PIPELINE, INTERLEAVED = TESTED[13], TESTED[14]
@@ -127,8 +128,9 @@ def test_all_is_compiled_before_the_first_microbatch(pool_for, tmp_path):
         assert ahead == in_all > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [INTERLEAVED, TENSOR], ids=["interleaved", "tensor"])
+@pytest.mark.parametrize(
+    "layout", exhaustive_but([INTERLEAVED], [INTERLEAVED, TENSOR]), ids=["interleaved", "tensor"]
+)
 def test_the_job_trains_as_without(pool_for, tmp_path, layout):
     ranks = run(pool_for, layout, tmp_path / "ahead", Counting)
     run(pool_for, layout, tmp_path / "not", AsTheyCome)

@@ -36,7 +36,7 @@ def processes_with(mark):
     [
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive),
     ],
 )
 def test_no_process_outlives_the_command(tmp_path, number, request):
@@ -81,7 +81,13 @@ with beside([sleep, sleep]) as results:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
-@pytest.mark.parametrize("outer", [BELOW_TORCHRUN, COPIES_OF_A_DRY_RUN], ids=["rank", "copies"])
+@pytest.mark.parametrize(
+    "outer",
+    [
+        pytest.param(BELOW_TORCHRUN, id="rank"),
+        pytest.param(COPIES_OF_A_DRY_RUN, id="copies", marks=pytest.mark.slow),
+    ],
+)
 def test_a_process_ends_though_all_above_it_are_killed(tmp_path, outer):
     """A rank too, to which torchrun gives a session of its own."""
     inner = "import time; print('up', flush=True); time.sleep(600)"

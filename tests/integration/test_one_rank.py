@@ -30,15 +30,12 @@ OTHERS = {
 }
 
 
-def but(quick, everything):
-    """Return `everything` as parameters with their places as names, exhaustive where not quick.
-
-    One with tensor parallelism is slow: four ranks, and torchtitan's own gradients are wrong there.
-    """
-    mark = {TENSOR: pytest.mark.slow}
+def layouts(*, quick=None, slow=()):
+    """Return all layouts as parameters, their places as names: exhaustive but for those named."""
+    marks = dict.fromkeys(slow, pytest.mark.slow) | {quick: ()}
     return [
-        pytest.param(x, id=str(place), marks=() if x in quick else mark.get(x, EXHAUSTIVE))
-        for place, x in enumerate(everything)
+        pytest.param(x, id=str(place), marks=marks.get(x, EXHAUSTIVE))
+        for place, x in enumerate(LAYOUTS)
     ]
 
 
@@ -49,7 +46,7 @@ def against_one_rank(pool_for, tmp_path_factory):
     @functools.cache
     def one(items, descends):
         folder = tmp_path_factory.mktemp("alone")
-        return trained(pool_for(4), 1, folder, dict(items), descends=descends)[1][0]
+        return trained(pool_for(2), 1, folder, dict(items), descends=descends)[1][0]
 
     def run(layout, *changes, descends=False, **bounds):
         settings = {key: v for c in (settings_of(layout), *changes) for key, v in c.items()}
@@ -61,7 +58,7 @@ def against_one_rank(pool_for, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("layout", but([EXPERTS], LAYOUTS))
+@pytest.mark.parametrize("layout", layouts(quick=EXPERTS, slow=[TENSOR]))
 def test_gradients_steps_and_moments_are_those_of_one_rank(against_one_rank, layout):
     (results, _), different = against_one_rank(layout, OURS)
     assert different == []
@@ -69,7 +66,7 @@ def test_gradients_steps_and_moments_are_those_of_one_rank(against_one_rank, lay
         assert set(rank.verdicts) == ({"chunked"} if layout.ep > 1 else set())
 
 
-@pytest.mark.parametrize("layout", but([PIPELINE], LAYOUTS))
+@pytest.mark.parametrize("layout", layouts(slow=[TENSOR, PIPELINE]))
 def test_gradient_descent_takes_the_same_steps(against_one_rank, layout):
     """Without checkpointing: there a router that is not compiled counts its tokens twice."""
     layout = dataclasses.replace(layout, checkpointing="none")

@@ -23,6 +23,7 @@ from tests.integration.conftest import work_around
 from tests.integration.test_dry_run import run_here
 from tests.integration.titan_jobs import CONFIG, OURS, flags_of, train
 from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
 from torchtitan_integration.dry_run.activations import activations_of
 from torchtitan_integration.dry_run.layers import EndOfTrace
 
@@ -64,7 +65,7 @@ def planned_and_kept(rank, chunks):
     return received, planned[0].saved, bytes_kept([y.grad_fn], [*layer.parameters(), x])
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", slow_but([2], [1, 2]))
 def test_a_busy_rank_and_an_idle_one_keep_what_is_planned_for_their_rows(two_ranks, chunks):
     (busy, *busy_bytes), (idle, *idle_bytes) = two_ranks.run(planned_and_kept, chunks)
     assert busy > 1.2 and idle < 0.8

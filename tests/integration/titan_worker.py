@@ -21,7 +21,7 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 from moe_compile.report.process_report import REPORT
-from moe_compile.testing.rank_pool import forget_compiled
+from moe_compile.testing.rank_pool import collect_seldom, forget_compiled
 from tests.integration.titan_jobs import CONFIG, STEP, VALIDATED, JobResult
 from torchtitan_integration.meshes import sequence_mesh
 from torchtitan_integration.routing import RoutingCounter, blocks_with_experts
@@ -83,6 +83,7 @@ def _join(rank, ranks, port):
     """Prepare to be one of `ranks` ranks of a new job; False on a rank that has no part."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    collect_seldom()  # what stays of the jobs before
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK=str(rank),
         LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), TORCHELASTIC_USE_AGENT_STORE="True",

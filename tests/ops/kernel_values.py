@@ -165,7 +165,7 @@ def gathered_rows_equal_indexing(num_rows, num_sources, width, size, kind, skipp
 
 @EXAMPLES
 @given(
-    NUM_ROWS, st.integers(0, 9), WIDTHS, st.integers(1, 9), st.sampled_from(FLOATS),
+    st.integers(0, 9), st.integers(0, 9), WIDTHS, st.integers(1, 9), st.sampled_from(FLOATS),
     st.sampled_from(FLOATS), SEEDS,
 )  # fmt: skip
 def sums_equal_their_reference(number, num_rows, width, most, dtype, to, seed):

@@ -257,6 +257,11 @@ def _arguments(call: Call) -> Arguments:
     return tuple(map(plain, call.args)), kwargs
 
 
+def try_common_functions() -> None:
+    """Try the activation of most experts, for a process that is copied: it takes half a second."""
+    _differs(torch.ops.aten.silu.default, ((None,), ()), torch.bfloat16)
+
+
 @functools.cache
 def _differs(func: torch._ops.OpOverload, arguments: Arguments, dtype: torch.dtype) -> bool:
     """Try all values of two bytes in whole vectors and one by one; gradients too."""
