@@ -20,10 +20,8 @@ import importlib
 from collections.abc import Iterable
 from typing import Any, Final
 
-from moe_compile.journal.left import Left
-
 from moe_compile.config import pass_in_region
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.state import CompileState
 from passes.contract import GraphPass
 

@@ -17,8 +17,7 @@ from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.facts import GraphFacts
 from moe_compile.hardware import HardwareProfile
 from moe_compile.journal.entries import Journal
-from moe_compile.journal.left import Left
-from moe_compile.journal.reasons import Reason
+from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.choose_plan import PartsDecision
 from moe_compile.plan.plan import Plan, RewritePlan
 from moe_compile.plan.planned import Findings, Planned, PlannedExperts

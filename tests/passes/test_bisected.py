@@ -6,7 +6,6 @@ from typing import ClassVar
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from moe_compile.graph.copied_graph import copy_of_graph
 from torch import nn
 from torch._inductor.compiler_bisector import CompilerBisector
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -16,6 +15,7 @@ from moe_compile.backend import megamoe, rewrite
 from moe_compile.codegen import LevelPass, plan_of
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import ContractViolation, InvalidConfig
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.journal.reasons import Reason
 from moe_compile.testing.rank_pool import forget_compiled
