@@ -65,13 +65,13 @@ def serve():
     return RERUN.reading_nothing()
 
 
-def with_room(rank, style, room, seeds, **options):
+def with_room(rank, style, room, seeds, num=1):
     """Return for every step the tensors that differ from eager, this rank's note, what is agreed,
     and the tensors that differ once the step ran again; then the verdicts."""
     before, steps = len(REPORT.compilations), []
     with serve():
-        program, layer = compiled(style, **{"megamoe.row_room": room}, **options)
-        of = None if options else style
+        program, layer = compiled(style, **{"megamoe.row_room": room}, **in_chunks(num))
+        of = style if num == 1 else None
         for seed in seeds:
             tokens = tokens_of(rank, seed)
             wrong = differing(of, tokens, program, layer)
@@ -97,7 +97,7 @@ def test_rows_with_room_have_the_bits_of_the_program(two_ranks, style):
     slow_but([(PaddedGroups, 3)], [(PaddedGroups, 3), (TwoLayers, 2), (Checkpointed, 4)]),
 )
 def test_chunks_with_room_have_the_bits_of_the_chunks_with_reads(two_ranks, style, num):
-    for steps, verdicts in two_ranks.run(with_room, style, 2.0, range(2), **in_chunks(num)):
+    for steps, verdicts in two_ranks.run(with_room, style, 2.0, range(2), num):
         assert steps == [([], False, False, [])] * 2
         assert {(NO_READS, 0, num), (CHUNKED, 1, num)} <= {*verdicts}
 
@@ -105,7 +105,7 @@ def test_chunks_with_room_have_the_bits_of_the_chunks_with_reads(two_ranks, styl
 @pytest.mark.parametrize("num", slow_but([1], [1, 2]))
 def test_ranks_agree_on_steps_whose_rows_have_no_room_and_run_them_again(two_ranks, num):
     """Values of the other steps are the program's; of these, once they ran again."""
-    ranks = two_ranks.run(with_room, PaddedGroups, 1.05, range(8), **in_chunks(num))
+    ranks = two_ranks.run(with_room, PaddedGroups, 1.05, range(8), num)
     agreed = [[step[2] for step in steps] for steps, _ in ranks]
     assert agreed[0] == agreed[1] and len(set(agreed[0])) == 2
     notes = [[step[1] for step in steps] for steps, _ in ranks]
