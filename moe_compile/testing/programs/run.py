@@ -65,10 +65,13 @@ PARTS_APART: Final = 1e-3
 of experts that read other rows."""
 
 BOUND_OF_LAST_BITS: Final = 64
-"""Relative error, in roundings of the narrowest type of a program, where last bits may differ: a
-sum of K products in another order is off by at most K of them (Higham, Accuracy and Stability of
-Numerical Algorithms, section 4.2), by about the root of K as a rule, and layers and steps are few.
-In two bytes it is `BOUND_OF_TWO_BYTES`."""
+"""Relative error of a layer, in roundings of the narrowest type of a program, where last bits may
+differ: a sum of K products in another order is off by at most K of them (Higham, Accuracy and
+Stability of Numerical Algorithms, section 4.2), by about the root of K as a rule. In two bytes it
+is `BOUND_OF_TWO_BYTES`."""
+
+LAYERS_RUN: Final = 4
+"""Layers that run one after another in a program, at most: roundings of each are carried on."""
 
 BOUND_OF_TWO_BYTES: Final = 0.05
 """Relative error of sums in two bytes: six roundings of bfloat16."""
@@ -211,7 +214,7 @@ def _bound_of_last_bits(module: ModuleType, text: str) -> float:
     """Return the relative error allowed where last bits differ."""
     if module.DTYPE.itemsize == 2 or "autocast" in text:
         return BOUND_OF_TWO_BYTES
-    return BOUND_OF_LAST_BITS * torch.finfo(module.DTYPE).eps
+    return LAYERS_RUN * BOUND_OF_LAST_BITS * torch.finfo(module.DTYPE).eps
 
 
 def _table_of(module: ModuleType) -> TableLayout:
