@@ -377,15 +377,18 @@ def made_wrong(text):
         waits = [call for call in touching if call.kind is Kind.WAIT]
         reader = next(call for call in touching if call.kind is not Kind.WAIT)
         yield "never waited for", without([wait.line for wait in waits])
-        yield "read before the wait", moved(reader.line, behind=launch.line)
+        first = lines[launch.line - 1]
+        got = first.partition(" = ")[0]
+        read = f"{got} = extern_kernels.mm({got.strip()}, {got.strip()})\n"
+        yield "read before the wait", [*lines[: launch.line], read, *lines[launch.line :]]
         made = [c for c in calls[:number] if storages(launch.reads) & storages(c.writes)]
         for writer in made[-1:]:
             if " = " not in lines[writer.line - 1].partition("(")[0]:  # else it has no name yet
                 yield "made while it is sent", moved(writer.line, behind=launch.line)
         if len(waits) == 1:
             yield "waited for once it was read", moved(waits[0].line, behind=reader.line)
-        indent = " " * (len(lines[launch.line - 1]) - len(lines[launch.line - 1].lstrip()))
-        sent = re.search(r"default\((?:reinterpret_tensor\()?(\w+),", lines[launch.line - 1])[1]
+        indent = " " * (len(first) - len(first.lstrip()))
+        sent = re.search(r"default\((?:reinterpret_tensor\()?(\w+),", first)[1]
         written = f"{indent}extern_kernels.mm({sent}, {sent}, out={sent})\n"
         yield "written in flight", [*lines[: launch.line], written, *lines[launch.line :]]
 
