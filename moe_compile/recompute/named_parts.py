@@ -304,7 +304,9 @@ def _walk(
             products.add(node)
         elif _is_passed(node, passes) or node in among:
             path.add(node)
-            todo += [n for n in _whole(node) if _has_numbers(n)]
+            # one of `passes` may change the shape, as a concatenation or padding does
+            inputs = node.all_input_nodes if op_of(node) in passes else _whole(node)
+            todo += [n for n in inputs if _has_numbers(n)]
         elif op_of(node) not in FILLS:
             strange.add(node)
     return path, products, strange

@@ -89,6 +89,14 @@ class Dropping(Dense):
         return x + self.mlp.down(hidden)
 
 
+class Padded(Dense):
+    """Rows of zeros are put behind the products, as chunks of grouped products do."""
+
+    def forward(self, x):
+        gate, up = (F.pad(one(x), (0, 0, 0, 4)) for one in (self.mlp.gate, self.mlp.up))
+        return x + self.mlp.down(F.silu(gate) * up)[:TOKENS]
+
+
 class Checkpointed(Block):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -207,6 +215,11 @@ def test_dense_graphs_have_parts_and_what_a_graph_lacks_is_said(fake_ranks):
     *_, one, other, _ = lines
     text = "recompute_modules has no effect on {} in any graph: the graph has no such part"
     assert [one, other] == [text.format("'moe_act'"), text.format("'core_attn'")]
+
+
+def test_products_of_rows_that_are_padded_have_their_activation(fake_ranks):
+    kept_of = [kept(traced(Padded(fake_ranks), *names)[1]) for names in ((), ("mlp",))]
+    assert beyond(*kept_of) == [(TOKENS + 4, MLP_HIDDEN)] * 3
 
 
 def test_a_dropout_in_a_named_part_runs_again_with_the_state_that_it_had(fake_ranks):
