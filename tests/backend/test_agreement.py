@@ -356,7 +356,7 @@ def test_a_late_rank_is_waited_for(two_ranks, seconds):
 def late_beyond_patience(rank, seconds):
     with mock.patch.object(agreement, "SILENCE_S", 1.0), warnings_of("moe_compile") as said:
         late(rank, seconds)
-    return [text for text in said if "waits on" in text]
+    return [text for text in said if "goes on waiting" in text]
 
 
 @contextlib.contextmanager
