@@ -98,14 +98,18 @@ PRODUCTS: Final = (*FORWARD_PRODUCTS, "grad_input", "grad_weight")
 """Names of the products of experts, those of the forward pass first."""
 
 
-def check_fp8_products(compute: str, products: tuple[str, ...]) -> None:
-    """Raise InvalidConfig for names that no product has, and for a list that nothing reads."""
-    for name in products:
-        if name not in PRODUCTS:
+def check_list(option: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """Raise InvalidConfig for a name in a list that is not one of those `known`."""
+    for name in names:
+        if name not in known:
             raise InvalidConfig(
-                f"megamoe.fp8_products has {name!r}; write a list of {', '.join(PRODUCTS)}."
-                + nearest(name, PRODUCTS)
+                f"megamoe.{option} has {name!r}; write a list of {', '.join(known)}."
+                + nearest(name, known)
             )
+
+
+def check_fp8_products(compute: str, products: tuple[str, ...]) -> None:
+    """Raise InvalidConfig for a list of products that nothing reads, or that a format lacks."""
     if not products:
         raise InvalidConfig(
             "megamoe.fp8_products is an empty list; name a product, or write expert_compute = "
@@ -169,20 +173,6 @@ PARTS: Final = (
     "megascale_moe",
 )
 """Names that `recompute_modules` takes (`recompute/named_parts.py`)."""
-
-
-def check_parts(names: object) -> None:
-    """Raise InvalidConfig for anything but names of parts of a model."""
-    if not isinstance(names, tuple):
-        raise InvalidConfig(
-            f"megamoe.recompute_modules is {names!r}; write a list of names of {', '.join(PARTS)}"
-        )
-    for name in names:
-        if name not in PARTS:
-            raise InvalidConfig(
-                f"megamoe.recompute_modules has {name!r}; write a list of {', '.join(PARTS)}."
-                + (nearest(name, PARTS) if isinstance(name, str) else "")
-            )
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -23,8 +23,8 @@ from moe_compile.allowed_values import (
     check_choice,
     check_chunk_by,
     check_fp8_products,
+    check_list,
     check_number,
-    check_parts,
     check_without_reads,
 )
 from moe_compile.errors import InvalidConfig, nearest
@@ -272,10 +272,11 @@ class MegaMoEConfig:
         for name in AMOUNTS:
             check_amount(name, getattr(self, name))
         check_budget(self.activation_budget, self.recompute)
-        check_parts(self.recompute_modules)
         for name, hint in HINTS.items():
             if hint in KINDS and not _is_of_kind(name, value := getattr(self, name)):
                 raise InvalidConfig(f"megamoe.{name} is {value!r}; write {what_to_write(name)}")
+        check_list("fp8_products", self.fp8_products, PRODUCTS)
+        check_list("recompute_modules", self.recompute_modules, PARTS)
         check_fp8_products(self.expert_compute, self.fp8_products)
 
     def allows(self, numerics: str) -> bool:

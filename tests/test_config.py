@@ -81,7 +81,8 @@ def test_a_budget_of_the_environment_is_a_share_or_bytes(text, budget):
         ({"expert_gradients": "e5m2"}, 'write expert_compute = "fp8_blockwise_e5m2"'),
         ({"recompute_modules": ["layernorm", "moe_acts"]}, "has 'moe_acts'; write a list of"),
         ({"recompute_modules": ["moe_acts"]}, "Did you mean 'moe_act'?"),
-        ({"recompute_modules": "layernorm"}, "write a list of names"),
+        ({"recompute_modules": "layernorm"}, "write a list of layernorm, moe_act"),
+        ({"recompute_modules": [1]}, "write a list of layernorm, moe_act"),
     ],
 )
 def test_a_wrong_option_says_what_to_write_instead(options, message):

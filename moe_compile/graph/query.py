@@ -16,7 +16,8 @@ import sympy
 import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils import _pytree as pytree
+
+from moe_compile.graph.memory import tensors_in
 
 C10D: Final = torch.ops._c10d_functional
 SOURCE_LINE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -215,8 +216,7 @@ def is_tangent(node: fx.Node) -> bool:
 
 def has_gradient(node: fx.Node) -> bool:
     """Whether a gradient flows through the node's value, by the tracer's values."""
-    leaves = pytree.tree_leaves(value_of(node))
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    return any(tensor.requires_grad for tensor in tensors_in(value_of(node)))
 
 
 def has_static_inputs(graph: fx.Graph) -> bool:

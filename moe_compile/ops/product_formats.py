@@ -30,6 +30,7 @@ from typing import Final
 
 import torch
 
+from moe_compile.hardware.chip_limits import capability_of
 from moe_compile.ops import four_bits
 from moe_compile.ops.wire_format import BLOCK, E4M3_MAX
 
@@ -184,6 +185,14 @@ def refusal(chosen: ProductFormat, capability: tuple[int, int]) -> str | None:
     if not chosen.has_kernel:
         return f"there is no kernel for products of recipe {chosen.name!r} yet: {instead}"
     return None
+
+
+def format_on(device: torch.device, recipe: str) -> ProductFormat:
+    """Return the format of a recipe. Raises ValueError where the GPU has no kernel for it."""
+    chosen, capability = format_of(recipe), capability_of(device)
+    if capability is not None and (why := refusal(chosen, capability)):
+        raise ValueError(why)
+    return chosen
 
 
 def element_of(chosen: ProductFormat, name: str) -> Element:

@@ -54,6 +54,21 @@ if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster
     from moe_compile.ops.kernels.pack_rows import gather_quantize_pack, unpack_dequantize
 
 
+def implement(
+    library: torch.library.Library,
+    references: Mapping[Any, Callable[..., Any]],
+    fakes: Mapping[Any, Callable[..., Any]],
+    kernels: Mapping[Any, Callable[..., Any]],
+) -> None:
+    """Give the operators of `library` their reference, their fake and, for CUDA, their kernel."""
+    for operator, reference in references.items():
+        name = operator._schema.name
+        library.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, fakes[operator], lib=library)
+        if HAS_KERNELS:
+            library.impl(name, kernels[operator], "CUDA")
+
+
 def has_kernel(device: torch.device) -> bool:
     """Whether kernels of ours run the operators on `device`."""
     return device.type == "cuda" and HAS_KERNELS
@@ -156,9 +171,4 @@ _KERNELS: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
     GATHER_ROWS: lambda rows, index: gather_rows(rows, index),
 }
 
-for _op, _reference in REFERENCES.items():
-    _name = _op._schema.name
-    LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(_name, _FAKES[_op], lib=LIBRARY)
-    if HAS_KERNELS:
-        LIBRARY.impl(_name, _KERNELS[_op], "CUDA")
+implement(LIBRARY, REFERENCES, _FAKES, _KERNELS)

@@ -29,7 +29,6 @@ from typing import Any, Final
 
 import torch
 
-from moe_compile.hardware.chip_limits import capability_of
 from moe_compile.ops.product_formats import (
     ELEMENTS,
     ROW_AFTER_ROW,
@@ -37,16 +36,16 @@ from moe_compile.ops.product_formats import (
     blocks_along,
     element_of,
     format_of,
+    format_on,
     numbers_of_rows,
     numbers_of_weight,
     quantized_rows,
     quantized_weight,
-    refusal,
     scales_of_rows,
     scales_of_weight,
     weight_element,
 )
-from moe_compile.ops.quantized_rows import HAS_KERNELS, check_message
+from moe_compile.ops.quantized_rows import HAS_KERNELS, check_message, implement
 from moe_compile.ops.weight_gradients import (
     QUANTIZE_COLUMNS,
     SCALED_WEIGHT_GRADIENT,
@@ -346,26 +345,18 @@ def _fake_product(
     return rows.new_empty((rows.shape[0], weight.shape[2]), dtype=dtype)
 
 
-def _format_on(device: torch.device, recipe: str) -> ProductFormat:
-    """Return the format of a recipe. Raises ValueError where the GPU has no kernel for it."""
-    chosen, capability = format_of(recipe), capability_of(device)
-    if capability is not None and (why := refusal(chosen, capability)):
-        raise ValueError(why)
-    return chosen
-
-
 def _rows_by_kernel(
     rows: torch.Tensor, recipe: str, element: str = "e4m3"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_floating(rows, "a matrix of rows", 2)
-    chosen = _format_on(rows.device, recipe)
+    chosen = format_on(rows.device, recipe)
     by_kernel = quantize_whole if chosen.row_block is None else quantize_blocks
     return by_kernel(rows, element_of(chosen, element))
 
 
 def _weight_by_kernel(weight: torch.Tensor, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
     _check_floating(weight, "a weight", 3)
-    if _format_on(weight.device, recipe).row_block is not None:
+    if format_on(weight.device, recipe).row_block is not None:
         return quantize_squares(weight)
     experts, width, columns = weight.shape
     payload, scales = quantize_whole(
@@ -391,7 +382,7 @@ def _product_by_kernel(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     check_product(rows, row_scales, weight, weight_scales, offs, recipe, dtype)
-    if _format_on(rows.device, recipe).row_block is not None:
+    if format_on(rows.device, recipe).row_block is not None:
         return grouped_product(rows, row_scales, weight, weight_scales, offs, dtype)
     if not rows.shape[0]:
         return rows.new_empty((0, weight.shape[2]), dtype=dtype)
@@ -424,10 +415,5 @@ _KERNELS: Final[Mapping[Any, Callable[..., Any]]] = {
     SCALED_GROUPED_MM: _product_by_kernel,
 }
 
-for _op, _reference in REFERENCES.items():
-    _name = _op._schema.name
-    LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(_name, _FAKES[_op], lib=LIBRARY)
-    if HAS_KERNELS:
-        LIBRARY.impl(_name, _KERNELS[_op], "CUDA")
+implement(LIBRARY, REFERENCES, _FAKES, _KERNELS)
 LIBRARY.impl("grouped_mm_fp8", _grouped_mm_fp8, "CompositeImplicitAutograd")

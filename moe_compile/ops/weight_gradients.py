@@ -26,7 +26,6 @@ from typing import Any, Final
 
 import torch
 
-from moe_compile.hardware.chip_limits import capability_of
 from moe_compile.ops.product_formats import (
     ELEMENTS,
     FORMATS,
@@ -34,10 +33,10 @@ from moe_compile.ops.product_formats import (
     Element,
     blocks_along,
     element_of,
+    format_on,
     quantized,
-    refusal,
 )
-from moe_compile.ops.quantized_rows import HAS_KERNELS
+from moe_compile.ops.quantized_rows import HAS_KERNELS, implement
 from moe_compile.ops.wire_format import BLOCK
 
 if HAS_KERNELS:  # as in `scaled_products`
@@ -160,15 +159,9 @@ def _fake_columns(
     return payload, rows.new_empty((blocks, rows.shape[1]), dtype=torch.float32)
 
 
-def _fake_gradient(
-    rows: torch.Tensor,
-    row_scales: torch.Tensor,
-    grads: torch.Tensor,
-    grad_scales: torch.Tensor,
-    offs: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    _check_operands(rows, row_scales, grads, grad_scales, offs, dtype)
+def _fake_gradient(*operands: Any) -> torch.Tensor:
+    _check_operands(*operands)
+    rows, _, grads, _, offs, dtype = operands
     return rows.new_empty((offs.shape[0], rows.shape[1], grads.shape[1]), dtype=dtype)
 
 
@@ -176,27 +169,14 @@ def _columns_by_kernel(
     rows: torch.Tensor, offs: torch.Tensor, element: str = "e4m3"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     chosen = _check_rows(rows, offs, element)
-    _check_device(rows.device)
+    format_on(rows.device, BLOCKWISE.name)
     return columns_by_block(rows, offs, chosen)
 
 
-def _gradient_by_kernel(
-    rows: torch.Tensor,
-    row_scales: torch.Tensor,
-    grads: torch.Tensor,
-    grad_scales: torch.Tensor,
-    offs: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    _check_operands(rows, row_scales, grads, grad_scales, offs, dtype)
-    _check_device(rows.device)
-    return weight_gradient(rows, row_scales, grads, grad_scales, offs, dtype)
-
-
-def _check_device(device: torch.device) -> None:
-    capability = capability_of(device)
-    if capability is not None and (why := refusal(BLOCKWISE, capability)):
-        raise ValueError(why)
+def _gradient_by_kernel(*operands: Any) -> torch.Tensor:
+    _check_operands(*operands)
+    format_on(operands[0].device, BLOCKWISE.name)
+    return weight_gradient(*operands)
 
 
 REFERENCES: Final[Mapping[Any, Callable[..., Any]]] = {
@@ -215,9 +195,4 @@ _KERNELS: Final[Mapping[Any, Callable[..., Any]]] = {
     SCALED_WEIGHT_GRADIENT: _gradient_by_kernel,
 }
 
-for _op, _reference in REFERENCES.items():
-    _name = _op._schema.name
-    LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(_name, _FAKES[_op], lib=LIBRARY)
-    if HAS_KERNELS:
-        LIBRARY.impl(_name, _KERNELS[_op], "CUDA")
+implement(LIBRARY, REFERENCES, _FAKES, _KERNELS)

@@ -20,12 +20,13 @@ from typing import Final
 
 import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moe_compile.graph.effects import is_pure, is_size_query, may_communicate, may_draw
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.precedence import integers_taken
 from moe_compile.graph.query import is_launch, is_wait, overload_name, value_of
+from moe_compile.regions.row_chain import holds_fractions
 
 SORTS: Final = frozenset({"argsort", "kthvalue", "msort", "sort", "topk"})
 
@@ -61,17 +62,8 @@ def _chooses(node: fx.Node) -> bool:
         return True
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return False  # attention that drops nothing: its integers are a generator's state, unused
-    reads_floats = any(map(_has_floats, node.all_input_nodes))
-    return reads_floats and any(map(_is_integer, _tensors(node)))
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(value_of(node))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _has_floats(node: fx.Node) -> bool:
-    return any(tensor.dtype.is_floating_point for tensor in _tensors(node))
+    reads_floats = any(map(holds_fractions, node.all_input_nodes))
+    return reads_floats and any(map(_is_integer, tensors_in(value_of(node))))
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:

@@ -12,9 +12,9 @@ from typing import Final
 
 import torch
 import torch.fx as fx
-from torch.utils import _pytree as pytree
 
 from moe_compile.graph.effects import hands_on
+from moe_compile.graph.memory import tensors_in
 from moe_compile.graph.query import expression_of, operator_at, tensor_of, value_of
 from moe_compile.journal.reasons import Left, Reason
 
@@ -65,8 +65,7 @@ def type_of(node: object) -> torch.dtype | None:
 
 def holds_fractions(node: fx.Node) -> bool:
     """Whether the value is a tensor of floating-point numbers, or holds one, as rows are."""
-    leaves = pytree.tree_leaves(value_of(node))
-    return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves)
+    return any(tensor.is_floating_point() for tensor in tensors_in(value_of(node)))
 
 
 def _row_and_factors(node: fx.Node, otherwise: Reason) -> tuple[fx.Node, list[fx.Node]]:

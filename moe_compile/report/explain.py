@@ -148,7 +148,7 @@ def lines_of_named_parts(report: Mapping[str, Any]) -> Iterator[str]:
         parts = "; ".join(
             f"{name}, {figures[f'{name}_bytes'] / 1e6:.1f} MB no longer kept, "
             f"{figures[f'{name}_us'] / 1e3:.2f} ms to compute, of which "
-            f"{figures[f'{name}_hidden_us'] / 1e3:.2f} ms would be waited anyway"
+            f"{figures[f'{name}_hidden_us'] / 1e3:.2f} ms run while the backward pass would wait"
             for name in record["applied"]
         )
         kept, before = figures["kept_bytes"] / 1e6, figures["kept_bytes_before"] / 1e6

@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
-from moe_compile.cost import amounts
+from moe_compile.cost import flex_mask
 from moe_compile.cost.amounts import amounts_of
 from moe_compile.cost.kernel_counts import ATTENTION_BACKWARD
 from moe_compile.cost.sizes import NominalSizes
@@ -84,5 +84,5 @@ def test_the_last_block_ends_with_the_sequence():
 
 
 def test_rows_of_many_blocks_are_sampled(monkeypatch):
-    monkeypatch.setattr(amounts, "MOST_BLOCKS", 4 * 16)
+    monkeypatch.setattr(flex_mask, "MOST_BLOCKS", 4 * 16)
     assert shares(causal, 16 * BLOCK) == kept((3 + 7 + 11 + 15) / 4 / 16)

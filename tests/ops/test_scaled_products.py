@@ -280,13 +280,15 @@ def test_only_gradients_that_are_needed_are_computed():
     assert torch.autograd.grad(alone.sum(), weight)[0].shape == weight.shape
 
 
-@RECIPES
-def test_a_program_with_any_number_of_rows_compiles_whole(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "grad_weight"), [*((recipe, "bf16") for recipe in FORMATS), ("blockwise", "e4m3")]
+)
+def test_a_program_with_any_number_of_rows_compiles_whole(recipe, grad_weight):
     """The number of rows comes out of the data, as after an exchange."""
 
     def layer(x, keep, weight, offs):
-        rows = x[keep.nonzero().squeeze(1)]
-        elements = (first(recipe), first(recipe), "bf16")
+        rows = x[keep.nonzero().squeeze(1)].sin()
+        elements = (first(recipe), first(recipe), grad_weight)
         return GROUPED_MM_FP8(rows, weight, offs, recipe, *elements).sum()
 
     kept, weight, offs = [], drawn(2, 32, 64).requires_grad_(), ends(2, 3)

@@ -110,26 +110,6 @@ def test_the_gradient_of_a_weight_is_near_torchs_and_has_its_layout(element, by_
     torch.testing.assert_close(ours, expected, rtol=2**-7, atol=1e-3)
 
 
-def test_a_program_with_any_number_of_rows_compiles_whole():
-    """The number of rows comes out of the data, as after an exchange."""
-
-    def layer(x, keep, weight, offs):
-        rows = x[keep.nonzero().squeeze(1)].sin()
-        return GROUPED_MM_FP8(rows, weight, offs, "blockwise", *EIGHT).sum()
-
-    kept, weight, offs = [], drawn(2, 32, 64).requires_grad_(), ends(2, 3)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for keep in (torch.tensor([1, 1, 0, 1, 1, 1, 0]), torch.tensor([0, 0, 1, 1, 1, 1, 1])):
-        x = drawn(7, 32, seed=len(kept)).requires_grad_()
-        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-            both = [
-                torch.autograd.grad(f(x, keep, weight, offs), (x, weight))
-                for f in (compiled, layer)
-            ]
-        kept += [torch.equal(a, b) for a, b in zip(*both, strict=True)]
-    assert kept == [True] * 4
-
-
 ROWS, GRADS, ENDS = torch.ones(5, 20), torch.ones(5, 12), ends(2, 3)
 BY = (*QUANTIZE_COLUMNS(ROWS, ENDS), *QUANTIZE_COLUMNS(GRADS, ENDS))
 BF16 = torch.bfloat16

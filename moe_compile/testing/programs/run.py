@@ -70,8 +70,8 @@ differ: a sum of K products in another order is off by at most K of them (Higham
 Stability of Numerical Algorithms, section 4.2), by about the root of K as a rule. In two bytes it
 is `BOUND_OF_TWO_BYTES`."""
 
-LAYERS_RUN: Final = 4
-"""Layers that run one after another in a program, at most: roundings of each are carried on."""
+LAYER_RUNS: Final = re.compile(r"self\.layer\d+\b(?!\.| =)")
+"""Runs of layers in a program's text; roundings of each are carried on to the next."""
 
 BOUND_OF_TWO_BYTES: Final = 0.05
 """Relative error of sums in two bytes: six roundings of bfloat16."""
@@ -214,7 +214,8 @@ def _bound_of_last_bits(module: ModuleType, text: str) -> float:
     """Return the relative error allowed where last bits differ."""
     if module.DTYPE.itemsize == 2 or "autocast" in text:
         return BOUND_OF_TWO_BYTES
-    return LAYERS_RUN * BOUND_OF_LAST_BITS * torch.finfo(module.DTYPE).eps
+    layers = max(1, len(LAYER_RUNS.findall(text)))
+    return layers * BOUND_OF_LAST_BITS * torch.finfo(module.DTYPE).eps
 
 
 def _table_of(module: ModuleType) -> TableLayout:
