@@ -10,6 +10,7 @@ Contract
     quantize_rows(unpack(m)[p])               ->  message_rows(m, p); slices of rows alike
     quantize_rows(unpack(m)[i][p])            ->  message_rows(m, i[p])
     quantize_rows(cat(unpack(m), zeros)[p])   ->  message_rows(m, p), beyond m rows of zeros
+    quantize_rows(cat(unpack(m)[i], zeros))   ->  message_rows(m, cat(i, beyond m))
     quantize_rows(cat(unpack(a), unpack(b)))  ->  message_rows(cat(a, b)), and rows of zeros alike
 
 A message has the scales of recipe "blockwise" with e4m3; products of another format are left. Where
@@ -24,13 +25,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
+import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from moe_compile.graph.edit import ValuedEmitter, call_otherwise, erase_unused, replace_uses
+from moe_compile.graph.edit import (
+    Emitter,
+    ValuedEmitter,
+    call_otherwise,
+    erase_unused,
+    read_instead,
+    replace_uses,
+)
 from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import is_of_backward, tensor_of
-from moe_compile.graph.row_moves import ATEN, SLICE, row_gather, run_of_rows, zero_rows
+from moe_compile.graph.row_moves import (
+    ATEN,
+    FULL,
+    SLICE,
+    pads_rows,
+    row_gather,
+    rows_joined,
+    run_of_rows,
+    zero_rows,
+)
 from moe_compile.journal.entries import PassReport
 from moe_compile.ops.quantized_rows import UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE
 from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS, QUANTIZE_WEIGHT
@@ -44,6 +62,8 @@ from passes.fold_row_moves import SIZE, join_messages, parts_of
 UNPACKS: Final = (UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE)
 SAME: Final = (ATEN.clone.default, ATEN.expand.default)
 """Operators whose result is what they are given, where its size is."""
+BEYOND: Final = torch.iinfo(torch.int32).max
+"""An index that no message reaches: of a row of zeros."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +101,12 @@ def _moves_of(quantised: fx.Node) -> list[fx.Node]:
     moves: list[fx.Node] = [quantised.args[0]]
     while (source := _moved_from(moves[-1])) is not None:
         moves.append(source)
-    if moves[-1].target in UNPACKS:
-        return moves
     parts = parts_of(moves[-1]) or []
-    zeros = [node for part in parts for node in zero_rows(part) or []]
-    return [*moves, *parts, *zeros] if parts else []
+    if not parts and moves[-1].target not in UNPACKS:
+        return []
+    joined = [part for move in moves for part in rows_joined(move) or []]
+    zeros = [node for part in joined for node in zero_rows(part) or []]
+    return [*dict.fromkeys([*moves, *parts, *zeros])]
 
 
 def _moved_from(rows: fx.Node) -> fx.Node | None:
@@ -94,8 +115,26 @@ def _moved_from(rows: fx.Node) -> fx.Node | None:
         return gather[0]
     if rows.target is SLICE:
         return run_of_rows(rows)
+    if (same := _same_rows(rows)) is not None:
+        return same
+    return _permuted_before_zeros(rows)
+
+
+def _same_rows(rows: fx.Node) -> fx.Node | None:
     source: Any = rows.args[0] if rows.target in SAME else None
     return source if source is not None and shape_of(source) == shape_of(rows) else None
+
+
+def _permuted_before_zeros(rows: fx.Node) -> fx.Node | None:
+    """Return the first part of `rows`, unpacked in an order, where the others are rows of zeros."""
+    first, *others = rows_joined(rows) or [None]
+    if first is None or not pads_rows(rows) or zero_rows(first) is not None:
+        return None
+    types = {value.dtype for part in (first, *others) if (value := tensor_of(part)) is not None}
+    unpacked: fx.Node | None = first
+    while (source := _same_rows(unpacked)) is not None:
+        unpacked = source
+    return first if unpacked.target is UNPACK_DEQUANTIZE_PERMUTE and len(types) == 1 else None
 
 
 @dataclass(slots=True)
@@ -128,6 +167,8 @@ class _Messages:
             if before is not None:
                 index = emit.call(ATEN.index.Tensor, before, [index])
             return message, index, width
+        if rows.target is ATEN.cat.default:
+            return message, _and_beyond(emit, rows, before), width
         if rows.target is not SLICE:
             return message, before, width
         if before is None:
@@ -145,13 +186,29 @@ def _before_zeros(rows: fx.Node) -> fx.Node | None:
 def _size_behind(rows: fx.Node, message: Any) -> fx.Node:
     """Return the number of `rows`, of a message and of zeros; nobody asks them for it any more."""
     emit = ValuedEmitter(rows)
-    others = (tensor_of(part) for part in (parts_of(rows) or [])[1:])
-    num_zeros = sum(int(part.shape[0]) for part in others if part is not None)
-    size = emit.call(operator.add, emit.call(SIZE, message, 0), num_zeros)
+    size = emit.call(operator.add, emit.call(SIZE, message, 0), _num_zeros(rows))
     asking = [user for user in rows.users if user.target is SIZE and user.args[1] == 0]
     replace_uses(dict.fromkeys(asking, size))
     erase_unused(asking)
     return size
+
+
+def _num_zeros(rows: fx.Node) -> int:
+    """Return the number of rows of zeros behind the first part of `rows`."""
+    zeros = (tensor_of(part) for part in (rows_joined(rows) or [])[1:])
+    return sum(int(part.shape[0]) for part in zeros if part is not None)
+
+
+def _and_beyond(emit: ValuedEmitter, rows: fx.Node, index: fx.Node) -> fx.Node:
+    """Return the index of `rows` in a message: `index`, and behind it rows of zeros."""
+    kind, size = index.meta["val"], [_num_zeros(rows)]
+    made_as = {"dtype": kind.dtype, "device": kind.device, "pin_memory": False}
+    beyond = Emitter(rows).call(FULL, size, BEYOND, **made_as)
+    beyond.meta["val"] = kind.new_full(size, BEYOND)
+    joined = emit.call(ATEN.cat.default, [index, beyond])
+    for reader in [user for user in rows.users if user.target is SIZE and user.args[1] == 0]:
+        read_instead(reader, rows, joined)
+    return joined
 
 
 def _from_start(emit: ValuedEmitter, index: fx.Node, size: fx.Node) -> fx.Node:

@@ -3,6 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from moe_compile.backend import rewrite
@@ -10,11 +13,17 @@ from moe_compile.codegen import trace_graphs
 from moe_compile.config import MegaMoEConfig
 from moe_compile.graph.edit import GIVEN
 from moe_compile.graph.query import is_wait, tensor_of
-from moe_compile.ops.quantized_rows import UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE
+from moe_compile.ops.quantized_rows import (
+    UNPACK_DEQUANTIZE,
+    UNPACK_DEQUANTIZE_PERMUTE,
+    pack_rows,
+)
 from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS, QUANTIZE_WEIGHT
 from moe_compile.ops.weight_gradients import QUANTIZE_COLUMNS, SCALED_WEIGHT_GRADIENT
-from tests.capture import dynamo_graphs
+from passes.feed_products import FeedProducts
+from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts
+from tests.passes.test_fold_row_moves import indices
 from tests.slow_parameters import slow_but
 
 WIDTH, LOCAL = 128, 4
@@ -26,9 +35,9 @@ def traced(program, **options):
     """Return the forward and the backward graph."""
     x = torch.randn(4, 8, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     gm, *_ = dynamo_graphs(lambda x: program(x.flatten(0, 1)), x)
-    state, _ = rewrite(gm, MegaMoEConfig(**(ASKED | options)))
+    ours, _ = rewrite(gm, MegaMoEConfig(**(ASKED | options)))
     inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
-    return [module.graph for module in trace_graphs(gm, inputs, state)]
+    return [module.graph for module in trace_graphs(gm, inputs, ours)]
 
 
 def layer(group, style=GroupedExperts):
@@ -100,6 +109,32 @@ def test_rows_of_padding_are_rows_of_a_message(fake_ranks, style):
     assert is_wait(fed.args[0])  # not copied, to put rows of zeros behind it
     assert fed.args[1].target is torch.ops.aten.where.self
     assert unpacked(forward) == []
+
+
+@settings(max_examples=10, deadline=None)
+@given(order=indices(5, 4), perm=indices(7, 7), is_full=st.booleans())
+def test_rows_in_an_order_before_rows_of_zeros_are_rows_of_a_message(order, perm, is_full):
+    """As two hops bring them to torchtitan's experts; nothing is unpacked or joined."""
+    message = pack_rows(torch.randn(4, WIDTH).bfloat16(), None)
+
+    def program(message, order, perm):
+        rows = UNPACK_DEQUANTIZE_PERMUTE(message, order, WIDTH, torch.bfloat16).clone()
+        size = (2, WIDTH)
+        zeros = torch.full(size, 0.0, dtype=rows.dtype) if is_full else rows.new_zeros(size)
+        padded = torch.cat([rows, zeros])
+        payload, scales = QUANTIZE_ROWS(padded[perm], "blockwise")
+        return payload.float() * scales, perm.new_ones(padded.shape[0])
+
+    gm = make_fx(program, tracing_mode="symbolic")(message, order, perm)
+    FeedProducts().run(gm.graph, state())
+    gm.graph.lint()
+    gm.recompile()
+    (fed,) = called(gm.graph, MESSAGE_ROWS)
+    assert fed.args[0].op == "placeholder" and not unpacked(gm.graph)
+    for given_order in (order, order[:0]):
+        named = perm if given_order is order else perm.clamp(-2, 1)
+        mine, theirs = (run(message, given_order, named) for run in (gm, program))
+        assert all(map(torch.equal, mine, theirs))
 
 
 class Cut(GroupedExperts):

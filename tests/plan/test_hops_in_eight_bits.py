@@ -31,6 +31,7 @@ from passes.kinds.by_counts.two_hops import hop_forms, two_hops_of
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import InOrder
 from tests.layers import GroupedExperts
+from tests.padded_layers import PaddedGroups
 from tests.slow_parameters import slow_but
 
 EIGHT = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
@@ -195,9 +196,10 @@ def test_without_the_pass_that_quantises_none_is_priced(group_of, tmp_path):
     assert (one.plan.nodes, one.plan.dispatch_wire) == ("rounded", "same")
 
 
-def test_rows_of_two_hops_feed_products_in_eight_bits_as_they_came(group_of):
-    """They are taken from the messages of hop 1 by one index, of hop 2 and of experts."""
-    layer = GroupedExperts(128, 64, 8, 2, group_of(4, 2))
+@pytest.mark.parametrize("style", [GroupedExperts, PaddedGroups])
+def test_rows_of_two_hops_feed_products_in_eight_bits_as_they_came(group_of, style):
+    """They are taken from the messages of hop 2 by one index, of their order and of experts."""
+    layer = style(128, 64, 8, 2, group_of(4, 2))
     (gm,) = dynamo_graphs(layer, torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True))
     asked = {"nodes": "exact", "chunks": 2, "expert_compute": "fp8_blockwise", **EIGHT}
     ours, compilation = rewrite(gm, MegaMoEConfig(hardware="cpu", codegen="fx", **asked))
