@@ -38,7 +38,7 @@ from moe_compile.graph.edit import (
     replace_uses,
 )
 from moe_compile.graph.precedence import is_view
-from moe_compile.graph.query import is_of_backward, tensor_of
+from moe_compile.graph.query import SIZE, is_of_backward, tensor_of
 from moe_compile.graph.row_moves import (
     ATEN,
     FULL,
@@ -57,7 +57,7 @@ from moe_compile.plan.state import CompileState
 from moe_compile.regions.grouped_products import takes_messages
 from moe_compile.regions.row_chain import shape_of
 from passes.contract import Fact, GraphPass
-from passes.fold_row_moves import SIZE, join_messages, parts_of
+from passes.fold_row_moves import join_messages, parts_of
 
 UNPACKS: Final = (UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE)
 SAME: Final = (ATEN.clone.default, ATEN.expand.default)
@@ -131,7 +131,7 @@ def _permuted_before_zeros(rows: fx.Node) -> fx.Node | None:
     if first is None or not pads_rows(rows) or zero_rows(first) is not None:
         return None
     types = {value.dtype for part in (first, *others) if (value := tensor_of(part)) is not None}
-    unpacked: fx.Node | None = first
+    unpacked: fx.Node = first
     while (source := _same_rows(unpacked)) is not None:
         unpacked = source
     return first if unpacked.target is UNPACK_DEQUANTIZE_PERMUTE and len(types) == 1 else None
@@ -162,18 +162,23 @@ class _Messages:
             message, width, _ = unpacked.args
             return message, _from_start(emit, gather[1], _size_behind(source, message)), width
         message, before, width = self.of(source)
-        if gather is not None:
-            index = gather[1]
-            if before is not None:
-                index = emit.call(ATEN.index.Tensor, before, [index])
-            return message, index, width
-        if rows.target is ATEN.cat.default:
-            return message, _and_beyond(emit, rows, before), width
-        if rows.target is not SLICE:
-            return message, before, width
-        if before is None:
+        if before is None and rows.target is SLICE:
             return emit.call(SLICE, message, *rows.args[1:]), None, width
-        return message, emit.call(SLICE, before, *rows.args[1:]), width
+        return message, _index_of(emit, rows, before), width
+
+
+def _index_of(emit: ValuedEmitter, rows: fx.Node, before: fx.Node | None) -> fx.Node | None:
+    """Return the index of `rows` in a message, where that of what they are moved from is `before`.
+
+    None is that of all rows as they came.
+    """
+    if (gather := row_gather(rows)) is not None:
+        return gather[1] if before is None else emit.call(ATEN.index.Tensor, before, [gather[1]])
+    if before is None:
+        return None
+    if rows.target is SLICE:
+        return emit.call(SLICE, before, *rows.args[1:])
+    return _and_beyond(emit, rows, before) if rows_joined(rows) is not None else before
 
 
 def _before_zeros(rows: fx.Node) -> fx.Node | None:

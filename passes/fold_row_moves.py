@@ -18,7 +18,6 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
-import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import (
@@ -28,7 +27,7 @@ from moe_compile.graph.edit import (
     erase_unused,
     read_instead,
 )
-from moe_compile.graph.query import tensor_of
+from moe_compile.graph.query import SIZE, tensor_of
 from moe_compile.graph.row_moves import (
     ATEN,
     FULL,
@@ -49,7 +48,6 @@ from moe_compile.ops.quantized_rows import (
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
-SIZE: Final = torch.ops.aten.sym_size.int
 NO_GATHER: Final = "its rows do not come from a gather that has no other reader"
 NO_PERMUTATION: Final = "its rows are read by another operator than one gather of all of them"
 

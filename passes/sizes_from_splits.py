@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from moe_compile.graph.edit import substitute
-from moe_compile.graph.query import is_all_to_all, is_wait, output_splits
+from moe_compile.graph.query import SIZE, is_all_to_all, is_wait, output_splits
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
@@ -36,7 +36,7 @@ class SizesFromSplits(GraphPass):
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Replace each size by the sum of the splits."""
         del state
-        asked = graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)
+        asked = graph.find_nodes(op="call_function", target=SIZE)
         found = [(node, _exchange(node)) for node in asked if node.args[1] == 0]
         applied = []
         for node, launch in found:

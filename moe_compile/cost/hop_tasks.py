@@ -143,7 +143,7 @@ class HopTasks:
 
     def _move(self, name: str, nbytes: float, needs: Sequence[int], num_packing: int = 0) -> int:
         """Add a move of rows, with one more kernel for each time they are packed or unpacked."""
-        kernels = 1.0 + num_packing * (self.wire_share < 1.0)
+        kernels = float(nbytes > 0.0) + num_packing * (self.wire_share < 1.0)
         return self._add(name, self.times.memory_us(nbytes, kernels), needs)
 
     def _add(self, name: str, us: float, needs: Sequence[int], stream: str = COMPUTE) -> int:

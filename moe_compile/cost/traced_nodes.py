@@ -59,7 +59,7 @@ from moe_compile.cost.layer_program import (
 )
 from moe_compile.cost.region_work import Work
 from moe_compile.cost.sizes import NominalSizes
-from moe_compile.graph.query import is_all_to_all, is_launch, value_of
+from moe_compile.graph.query import SIZE, is_all_to_all, is_launch, value_of
 from moe_compile.graph.row_moves import pads_rows, row_gather
 from moe_compile.hardware.products import Product
 from moe_compile.ops.scaled_products import QUANTIZE_ROWS, QUANTIZE_WEIGHT
@@ -210,7 +210,8 @@ def _read(graph: fx.Graph, sizes: NominalSizes, products: _Products) -> TracedWo
         inputs = node.all_input_nodes
         _note_weight(node, inputs, products)
         origin_of[node] = _origin(node, inputs, origin_of)
-        needs = tuple(sorted({i for a in inputs for i in made_by.get(a, ())}))
+        made = () if node.target is SIZE else inputs  # a size is known before what has it is made
+        needs = tuple(sorted({i for a in made for i in made_by.get(a, ())}))
         amounts = amounts_of(node, sizes)
         if not (amounts.nbytes or amounts.num_kernels or amounts.operations):
             made_by[node] = needs

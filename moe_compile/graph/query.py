@@ -20,6 +20,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from moe_compile.graph.memory import tensors_in
 
 C10D: Final = torch.ops._c10d_functional
+SIZE: Final = torch.ops.aten.sym_size.int
+"""The size of a tensor in a graph of AOTAutograd, where it is no number."""
 SOURCE_LINE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 RESUMED: Final = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
 """Dynamo's name of the rest of a function, behind a graph break."""

@@ -259,22 +259,27 @@ def least_us(work: RegionWork, candidate: Candidate, rates: Rates) -> float:
         busy = dict.fromkeys(STREAMS, 0.0)
         folds = folds_of(work, phase, candidate)
         for index, one in enumerate(phase):
-            left = folds.left_of(index, one)
-            for stream, us in _busy(work, left, candidate, rates, phase is work.forward).items():
+            way = candidate, rates, phase is work.forward, index in folds.fed
+            for stream, us in _busy(work, folds.left_of(index, one), *way).items():
                 busy[stream] += us
         total += max(busy.values())
     return total
 
 
 def _busy(
-    work: RegionWork, one: Work, candidate: Candidate, rates: Rates, is_forward: bool
+    work: RegionWork,
+    one: Work,
+    candidate: Candidate,
+    rates: Rates,
+    is_forward: bool,
+    is_fed: bool,
 ) -> dict[str, float]:
     """Return the least time that one work takes on each stream."""
     rows = work.imbalance if one.is_chunked else 1.0
     in_hops = candidate.nodes != "off"
     if in_hops and goes_in_hops(one, candidate.nodes, is_forward=is_forward):
         in_one_part, made = replace(candidate, num_chunks=1, hop_slices=1), TaskList()
-        add_hops(made, work, one, in_one_part, rates, [[]], is_forward)
+        add_hops(made, work, one, in_one_part, rates, [[]], is_forward, is_fed=is_fed)
         return {s: sum(t.us for t in made.tasks if t.stream == s) for s in STREAMS}
     if one.exchange:
         share = candidate.wire_share(work, one.exchange, is_forward=is_forward)

@@ -10,7 +10,8 @@ Contract
     In eight bits a row is packed in front of the first hop, handed on as received, and unpacked
     behind the second; sums of a node are packed anew on their way home.
     Experts are chosen evenly.
-    Passes over rows that other kernels do on the way are taken off (`plan/row_folds.py`).
+    Passes over rows that other kernels do on the way are taken off (`plan/row_folds.py`), and in
+    two hops the unpacking of rows that feed products as they came.
 
 Pseudo-code
     work of the region: one task per chunk, of its share; other work: one task
@@ -117,7 +118,7 @@ class _Phase:
         self.sorts = self._first_sorted()
         for index, work in enumerate(self.work):
             self.of_work[index] = (
-                self._add_hops(work)
+                self._add_hops(index)
                 if self._goes_in_hops(work)
                 else {chunk: self._add(index, chunk) for chunk in self._chunks_of(work)}
             )
@@ -293,15 +294,17 @@ class _Phase:
         nodes = self.candidate.nodes
         return nodes != "off" and goes_in_hops(work, nodes, is_forward=self._is_forward)
 
-    def _add_hops(self, work: Work) -> dict[int, int]:
+    def _add_hops(self, index: int) -> dict[int, int]:
         """Return the last task of each chunk of an exchange in two hops.
 
         An exchange that sums rows has one last task; one that copies them sends all tokens at once.
         """
+        work = self.work[index]
         chunks, is_forward = self._chunks_of(work), self._is_forward
         is_copy = work.exchange == copied_exchange(is_forward)
         needs = [self._needs(work, chunk) for chunk in ([WHOLE] if is_copy else chunks)]
-        last = add_hops(self.made, self.region, work, self.candidate, self.rates, needs, is_forward)
+        way = work, self.candidate, self.rates, needs, is_forward
+        last = add_hops(self.made, self.region, *way, is_fed=index in self.folds.fed)
         return dict(zip(chunks if is_copy else [WHOLE], last, strict=True))
 
     def _add_exchange(self, index: int, needs: list[int], share: float) -> int:
@@ -349,9 +352,12 @@ def add_hops(
     rates: Rates,
     needs: Sequence[Sequence[int]],
     is_forward: bool,
+    *,
+    is_fed: bool,
 ) -> list[int]:
     """Add an exchange in two hops; return the last task of each chunk, or of all where rows are
-    summed. `needs` are of each chunk where rows are summed, else of all.
+    summed. `needs` are of each chunk where rows are summed, else of all. Products alone read rows
+    that are `is_fed`, as they came.
     """
     assert region.hops is not None
     is_copy = work.exchange == copied_exchange(is_forward)
@@ -360,7 +366,7 @@ def add_hops(
     rows = work.link_bytes * of_rank / leaving_share(region.num_ranks)
     is_weighted = is_forward and "combine" in region.weighted
     moved = (
-        _copied_bytes(region.hops, rows, share, candidate.hop_slices)
+        _copied_bytes(region.hops, rows, share, candidate.hop_slices, is_fed=is_fed)
         if is_copy
         else _summed_bytes(region.hops, rows, share, is_weighted=is_weighted)
     )
@@ -386,16 +392,17 @@ def add_hops(
 
 
 def _copied_bytes(
-    hops: HopShape, rows: float, share: float, num_slices: int
+    hops: HopShape, rows: float, share: float, num_slices: int, *, is_fed: bool
 ) -> tuple[float, float, float]:
     """Return the bytes read and written before, between and behind the hops of copies.
 
     The gather of the flat rows is taken off: it reads the tokens as well, and writes as many rows.
-    If these were packed they are taken off where rows are written, behind hop 2.
+    If these were packed they are taken off where rows are written, behind hop 2. Rows that are fed
+    to products are not written there, and the gather's are taken off with it (`row_folds.py`).
     """
     far, is_packed = hops.far_bytes(rows), share < 1.0
     between = share * far + (share * rows if is_packed else 0.0)
-    passes = share if is_packed else MOVED
+    passes = (0.0 if is_fed else share) if is_packed else MOVED
     passes += MOVED * share * (num_slices > 1)  # slices are joined
     return share * far, between, passes * rows
 

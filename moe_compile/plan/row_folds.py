@@ -7,7 +7,10 @@ Contract
     What quantises rows for a product reads a message as it came, and writes as many bytes, if rows
     were only moved since (`passes/feed_products.py`). If nothing else reads them they are not
     unpacked, but once in the backward pass, for gradients of weights.
-    Two hops have prices of their own for packing and unpacking: these are left in.
+    Two hops have prices of their own for packing and unpacking (`plan/region_tasks.py`): of these,
+    that of rows which feed products alone is spared. The message of hop 2 is in an order of its
+    own: where the backward unpacks it, rows are moved once more, as in the model. Sums, and rows
+    that are changed behind the hops, feed no product.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Final
 
 from moe_compile.cost.hop_shape import MOVED
 from moe_compile.cost.region_work import RegionWork, Work
-from moe_compile.plan.candidates import Candidate, goes_in_hops
+from moe_compile.plan.candidates import Candidate, copied_exchange, goes_in_hops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +55,16 @@ def row_folds(
     share_of: Callable[[Work], float],
     in_hops: Collection[int] = (),
 ) -> RowFolds:
-    """Return the folds of a phase, of which exchanges `in_hops` are left out.
+    """Return the folds of a phase; of exchanges `in_hops` those of rows that feed products alone.
 
     `share_of` gives the bytes of an exchange over those in the model's number format.
     """
     fed = _Fed(phase, share_of)
     gathered, permuted, spared = set(), set(), dict(fed.spared)
     for index, work in enumerate(phase):
-        if not work.exchange or share_of(work) == 1.0 or index in in_hops:
+        if not work.exchange or share_of(work) == 1.0:
+            continue
+        if index in in_hops and index not in fed.whole:
             continue
         rows = max(work.needs, key=lambda i: phase[i].written, default=None)
         if rows is not None and phase[rows].moves_rows and fed.readers[rows] == [index]:
@@ -83,16 +88,19 @@ def folds_of(region: RegionWork, phase: Sequence[Work], candidate: Candidate) ->
     if candidate.dispatch_wire == candidate.combine_wire == "same":
         return NO_FOLDS
     is_forward = phase is region.forward
+    kept = {copied_exchange(is_forward)} - region.weighted
+    """Exchanges in two hops that bring the rows which the experts read."""
+
+    def is_in_hops(work: Work) -> bool:
+        nodes = candidate.nodes
+        return nodes != "off" and goes_in_hops(work, nodes, is_forward=is_forward)
 
     def share_of(work: Work) -> float:
+        if is_in_hops(work) and work.exchange not in kept:
+            return 1.0
         return candidate.wire_share(region, work.exchange, is_forward=is_forward)
 
-    in_hops = [
-        index
-        for index, work in enumerate(phase)
-        if candidate.nodes != "off" and goes_in_hops(work, candidate.nodes, is_forward=is_forward)
-    ]
-    return row_folds(phase, share_of, in_hops)
+    return row_folds(phase, share_of, [i for i, work in enumerate(phase) if is_in_hops(work)])
 
 
 def unpacked_bytes(region: RegionWork, candidate: Candidate) -> float:
@@ -100,13 +108,15 @@ def unpacked_bytes(region: RegionWork, candidate: Candidate) -> float:
 
     0 where it makes these rows again.
     """
-    fed = folds_of(region, region.forward, candidate).fed
-    if not fed or not any(work.makes_gradient for work in region.backward):
+    folds = folds_of(region, region.forward, candidate)
+    if not folds.fed or not any(work.makes_gradient for work in region.backward):
         return 0.0
     if _Fed(region.backward, lambda _: 1.0).makes_again:
         return 0.0
     share = candidate.wire_share(region, "dispatch", is_forward=True)
-    return sum((1.0 + share) * region.forward[index].written for index in fed)
+    again = folds.dropped if candidate.nodes != "off" else ()
+    moved = sum(region.forward[index].nbytes for index in again)
+    return moved + sum((1.0 + share) * region.forward[index].written for index in folds.fed)
 
 
 @dataclass(slots=True)
@@ -123,7 +133,8 @@ class _Fed:
     dropped: set[int] = field(default_factory=set)
     """What moves their rows."""
     makes_again: bool = False
-    """Whether rows are moved and quantised that no exchange of the phase brought."""
+    """Whether rows are moved and quantised that the phase is given: what it makes for them is at
+    most their index, which is smaller."""
 
     def __post_init__(self) -> None:
         self.readers = [[] for _ in self.phase]
@@ -143,16 +154,16 @@ class _Fed:
 
     def _source(self, index: int) -> int | None:
         """Return the exchange in eight bits whose rows a work reads, moved at most."""
-        is_moved = False
+        moved = 0.0
         while needs := self.phase[index].needs:
             index = max(needs, key=lambda i: self.phase[i].written)
             if not _moves(self.phase[index]):
                 break
-            is_moved = True
+            moved = self.phase[index].written
         work = self.phase[index]
         if work.exchange:
             return index if self.share_of(work) < 1.0 else None
-        self.makes_again |= is_moved
+        self.makes_again |= moved > 0.0 and (_moves(work) or work.written < moved / 2.0)
         return None
 
     def _is_fed(self, index: int) -> bool:

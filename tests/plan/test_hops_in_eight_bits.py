@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -15,18 +16,22 @@ from moe_compile.cost.amounts import amounts_of
 from moe_compile.cost.rates import Rates
 from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.sizes import NominalSizes
+from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.query import group_name, is_all_to_all, tensor_of
 from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.hardware import Link, load_profile
 from moe_compile.hardware.profile import read_profile
 from moe_compile.journal.reasons import Reason
-from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS
+from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK
+from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS, SCALED_GROUPED_MM
 from moe_compile.ops.wire_format import row_bytes
 from moe_compile.plan.candidates import Candidate
 from moe_compile.plan.region_tasks import goes_in_hops, tasks_of
+from moe_compile.plan.row_folds import folds_of
 from moe_compile.regions.token_rows import find_token_rows
 from moe_compile.runtime.node_groups import node_groups_of, register_node_groups
 from passes.detect_regions import DetectRegions
+from passes.kinds.by_counts.products import products_in_eight_bits
 from passes.kinds.by_counts.two_hops import hop_forms, two_hops_of
 from tests.capture import dynamo_graphs, state
 from tests.dispatch_layers import InOrder
@@ -55,12 +60,13 @@ def group_of(no_group_stays):
 
 def region_work(gm, config):
     """Return the work that the planner prices of the one region of a program."""
-    compile_state = state()
+    compile_state = state(expert_compute=config.expert_compute)
     DetectRegions().run(gm.graph, compile_state)
     (found,) = compile_state.found.experts
     rows = find_token_rows(found.region)
     two_hops = two_hops_of(hop_forms(found, config, rows))
-    work = work_of_experts(found.region, found.proof, compile_state.hardware)
+    nodes = TracedNodes(gm.graph, products=products_in_eight_bits(compile_state))
+    work = work_of_experts(found.region, found.proof, compile_state.hardware, nodes)
     return dataclasses.replace(work, hops=two_hops.shape, weighted=two_hops.weighted)
 
 
@@ -141,6 +147,75 @@ def test_a_price_has_the_bytes_of_every_hop_that_is_emitted(group_of, style, way
         assert emitted == pytest.approx(expected, rel=2e-3)
 
 
+# --- rows that feed products ---------------------------------------------------------------------
+
+
+def moves_priced(work, candidate):
+    """Return the bytes moved from tokens to products, then those for gradients of weights."""
+    rates = Rates.of(load_profile("h100"), work.num_ranks, 2)
+    rates = dataclasses.replace(rates, op_overhead_us=0.0, memory_gb_per_s=1.0)
+    forward, backward = tasks_of(work, candidate, rates)
+    folds = folds_of(work, work.forward, candidate)
+    left = sum(folds.left_of(i, work.forward[i]).nbytes for i in folds.spared)
+    fed = next(one.name for one in work.forward if one.takes_messages)
+    before = itertools.takewhile(lambda task: task.name != fed, forward)
+    moved = (t.us * 1e3 for t in before if t.name.startswith("rows "))
+    kept = (t.us * 1e3 for t in backward if t.name == "unpack" and not t.needs)
+    return left + sum(moved), sum(kept)
+
+
+def moves_emitted(gm, config):
+    """Return the same of the nodes of the compiled graphs."""
+    compile_state, _ = rewrite(gm, config)
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    forward, backward = (m.graph for m in trace_both(gm, inputs, compile_state))
+    pack = next(n for n in forward.nodes if n.target is GATHER_QUANTIZE_PACK)
+    kept = [n for n in backward.find_nodes(op="placeholder") if is_message(n)]
+    ways = (
+        (forward, [pack], SCALED_GROUPED_MM),
+        (backward, kept, torch.ops.aten._grouped_mm.default),
+    )
+    return [bytes_between(graph, first, last, compile_state) for graph, first, last in ways]
+
+
+def is_message(node):
+    return (tensor := tensor_of(node)) is not None and tensor.dtype is torch.uint8
+
+
+def bytes_between(graph, first, product, compile_state):
+    """Return the bytes that nodes move from `first` on to the first products behind them."""
+    sizes = NominalSizes(compile_state.nominal_sizes)
+    sizes.learn(graph)
+    below, moves = set(first), set()
+    for node in graph.nodes:
+        if node in below or (node.target is not product and below & {*node.all_input_nodes}):
+            below.add(node)
+    for node in reversed(graph.nodes):
+        if node in below and any(u.target is product or u in moves for u in node.users):
+            moves.add(node)
+    return sum(amounts_of(node, sizes).nbytes for node in moves)
+
+
+FED = (
+    (GroupedExperts, Candidate(nodes="exact", dispatch_wire="fp8")),
+    (PaddedGroups, Candidate(nodes="rounded", num_chunks=2, hop_slices=2, dispatch_wire="fp8")),
+)
+
+
+@pytest.mark.parametrize(
+    ("style", "way"), slow_but(FED[1:], FED), ids=[f"{s.__name__}, {w}" for s, w in FED]
+)
+def test_rows_that_feed_products_are_priced_as_the_compiled_graphs_move_them(group_of, style, way):
+    """Messages alone are moved on the way to products; the backward unpacks them once."""
+    (gm,) = dynamo_graphs(layer(style, group_of(4, 2)), tokens())
+    asked = {"nodes": way.nodes, "chunks": way.num_chunks, "hop_slices": way.hop_slices}
+    asked |= {"dispatch_wire": "fp8", "expert_compute": "fp8_blockwise"}
+    config = MegaMoEConfig(**asked, codegen="fx", hardware="h100")
+    work = region_work(copy_of_graph(gm), config)
+    for emitted, priced in zip(moves_emitted(gm, config), moves_priced(work, way), strict=True):
+        assert emitted == pytest.approx(priced, rel=0.03)
+
+
 # --- choices -------------------------------------------------------------------------------------
 
 
@@ -196,7 +271,7 @@ def test_without_the_pass_that_quantises_none_is_priced(group_of, tmp_path):
     assert (one.plan.nodes, one.plan.dispatch_wire) == ("rounded", "same")
 
 
-@pytest.mark.parametrize("style", [GroupedExperts, PaddedGroups])
+@pytest.mark.parametrize("style", slow_but([GroupedExperts], [GroupedExperts, PaddedGroups]))
 def test_rows_of_two_hops_feed_products_in_eight_bits_as_they_came(group_of, style):
     """They are taken from the messages of hop 2 by one index, of their order and of experts."""
     layer = style(128, 64, 8, 2, group_of(4, 2))

@@ -4,10 +4,13 @@ import dataclasses
 
 import pytest
 
+from moe_compile.cost.hop_shape import HopShape
 from moe_compile.cost.region_work import RegionWork, Work
+from moe_compile.cost.tasks import COMPUTE
 from moe_compile.plan.candidates import Candidate
-from moe_compile.plan.row_folds import row_folds, unpacked_bytes
-from tests.plan.test_region_price import compute, exchange, price
+from moe_compile.plan.region_tasks import tasks_of
+from moe_compile.plan.row_folds import NO_FOLDS, folds_of, row_folds, unpacked_bytes
+from tests.plan.test_region_price import UNIT, compute, exchange, price
 
 ROWS = 100e3
 EIGHT = Candidate(dispatch_wire="fp8")
@@ -107,6 +110,59 @@ def test_rows_that_are_computed_with_or_quantised_otherwise_feed_no_product(chan
     assert not row_folds(FED, lambda _: 1.0).spared
 
 
+SHAPE = HopShape(num_nodes=2, num_local=2, num_experts=8, rows_per_token=2, row_bytes=100.0)
+HOPS = dataclasses.replace(EIGHT, nodes="exact")
+
+
+def in_hops(works, candidate=HOPS, **more):
+    """Return a region in two hops, and the folds of its forward."""
+    work = RegionWork(
+        forward=tuple(works),
+        backward=(Work(name="dW", makes_gradient=True),),
+        num_ranks=4,
+        num_parts=2,
+        row_bytes=ROWS,
+        wire_shares={"fp8": 0.5},
+        hops=SHAPE,
+        **more,
+    )
+    return work, folds_of(work, work.forward, candidate)
+
+
+def by_memory(tasks):
+    """Return the bytes that tasks move."""
+    return 1e3 * sum(task.us for task in tasks if task.stream == COMPUTE)
+
+
+def shifted(works):
+    return [dataclasses.replace(w, needs=tuple(i + 1 for i in w.needs)) for w in works]
+
+
+def test_rows_of_two_hops_that_products_alone_read_are_neither_gathered_flat_nor_unpacked():
+    """Nothing is gathered flat; the backward unpacks rows, and moves them as the model does."""
+    sent = exchange(75, "dispatch", 0, rows=ROWS)  # 3 of 4 ranks are others
+    fed = [gather(None), sent, *shifted(FED[1:])]
+    work, folds = in_hops(fed)
+    assert (folds.fed, folds.dropped, folds.permuted) == ({1}, {2}, set())
+    assert folds.spared == {0: ROWS, 3: 0.5 * ROWS}
+    assert unpacked_bytes(work, HOPS) == (1.5 + 2.0) * ROWS
+    read = [*fed, compute(0.0, 1)]
+    assert in_hops(read)[1].spared == {3: 0.5 * ROWS}
+    other, _ = in_hops(read)
+    unpacked, ordered = 1.5 * ROWS, 2 * ROWS
+    found = [by_memory(tasks_of(one, HOPS, UNIT)[0]) for one in (other, work)]
+    assert found[0] - found[1] == pytest.approx(unpacked + ordered)
+
+
+def test_rows_that_two_hops_sum_or_that_are_changed_behind_them_feed_nothing():
+    weighted = in_hops(FED, weighted=frozenset({"dispatch"}))[1]
+    assert weighted == NO_FOLDS
+    back = [dataclasses.replace(FED[0], exchange="combine"), *FED[1:]]
+    summed = dataclasses.replace(HOPS, nodes="rounded", combine_wire="fp8")
+    assert in_hops(back, summed)[1] == NO_FOLDS
+    assert in_hops(back, dataclasses.replace(summed, nodes="exact"))[1].fed == {0}  # goes flat
+
+
 def test_the_backward_unpacks_the_rows_of_the_forward_once_for_gradients_of_weights():
     gradient = Work(name="dW", makes_gradient=True)
     region = RegionWork(
@@ -119,8 +175,13 @@ def test_the_backward_unpacks_the_rows_of_the_forward_once_for_gradients_of_weig
     )
     assert unpacked_bytes(region, EIGHT) == 1.5 * ROWS
     assert unpacked_bytes(region, Candidate(combine_wire="fp8")) == 0.0
-    again = (gather(None), quantise(0), dataclasses.replace(gradient, needs=(1,)))
-    assert unpacked_bytes(dataclasses.replace(region, backward=again), EIGHT) == 0.0
+    sort = Work(name="sort", nbytes=ROWS / 8, written=ROWS / 16)
+    for again in ((gather(None), quantise(0)), (sort, gather(0), quantise(1))):
+        backward = (*again, dataclasses.replace(gradient, needs=(len(again) - 1,)))
+        assert unpacked_bytes(dataclasses.replace(region, backward=backward), EIGHT) == 0.0
+    made = Work(name="slice_backward", nbytes=2 * ROWS, written=ROWS)
+    other = (made, gather(0), quantise(1), gradient)
+    assert unpacked_bytes(dataclasses.replace(region, backward=other), EIGHT) == 1.5 * ROWS
     assert unpacked_bytes(dataclasses.replace(region, backward=()), EIGHT) == 0.0
     wires = {"wire_shares": {"fp8": 0.5}}
     whole = price(FED, EIGHT, backward=[gradient], **wires) - price(FED, EIGHT, **wires)
