@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from benchmarks.gpu.sizes import Sizes
-from moe_compile.check.bits import poison
+from benchmarks.node.bits import poison
 from moe_compile.check.sections import Record, say
 
 BEHIND: Final = 16

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_compile.check import bits
-from moe_compile.check.bits import ONE, PROGRAMS, items_for, on_ranks
+from benchmarks.node import bits
+from benchmarks.node.bits import ONE, PROGRAMS, items_for, on_ranks
 from moe_compile.check.sections import Record
 from moe_compile.check.team import OutOfStep, Team
 from moe_compile.testing.programs.run import RankFindings
