@@ -4,9 +4,11 @@ import contextlib
 import itertools
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from moe_compile.config import MegaMoEConfig
+from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.hardware import load_profile
 from moe_compile.journal.entries import PassReport
 from moe_compile.journal.reasons import Reason
@@ -21,8 +23,55 @@ class CapturedError(Exception):
 def dynamo_graphs(program, *inputs):
     """Return the graph of `program` and those of its higher-order operators' bodies.
 
-    Exchanges are in the form our passes know, whatever form this torch traces them in.
+    Exchanges are in the form our passes know, whatever form this torch traces them in. A layer of
+    the tests is traced once for all that ask for it with the same sizes: each gets a copy.
     """
+    key = _what_is_traced(program, inputs)
+    if key is None:
+        return list(normalized(_traced(program, *inputs)))
+    if key not in TRACED:
+        TRACED[key] = _traced(program, *inputs)
+    return list(normalized(copy_of_graph(TRACED[key])))
+
+
+TRACED = {}
+"""Graphs as Dynamo traced them, by what they follow from."""
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+def _what_is_traced(program, inputs):
+    """Return what the graph of a layer follows from; None where that is not known."""
+    if not isinstance(program, torch.nn.Module):
+        return None
+    modules, tensors = [], [*inputs, *program.parameters(), *program.buffers()]
+    for name, module in program.named_modules():
+        kind, attributes = type(module), vars(module)
+        known = {k: _value(v) for k, v in attributes.items() if not k.startswith("_")}
+        is_known = kind.__module__.startswith(("tests.", "torch.nn.modules."))
+        if not is_known or UNKNOWN in known.values() or module._forward_hooks:
+            return None
+        modules.append((name, kind, *known.items(), *module._parameters, *module._buffers))
+    if not all(isinstance(one, torch.Tensor) for one in tensors):
+        return None
+    sizes = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    return *modules, *sizes, *modes, torch._dynamo.config.get_hash()
+
+
+UNKNOWN = object()
+
+
+def _value(value):
+    """Return an attribute as part of a key, `UNKNOWN` where it cannot be one."""
+    if isinstance(value, dist.ProcessGroup):
+        return value.group_name, value.size(), value.rank()
+    if isinstance(value, tuple):
+        values = tuple(map(_value, value))
+        return UNKNOWN if UNKNOWN in values else values
+    return value if isinstance(value, PLAIN) else UNKNOWN
+
+
+def _traced(program, *inputs):
     captured = []
 
     def stop(*inputs):
@@ -37,7 +86,7 @@ def dynamo_graphs(program, *inputs):
     with capture, contextlib.suppress(CapturedError):
         torch.compile(program, backend=keep, fullgraph=True)(*inputs)
     (gm,) = captured
-    return list(normalized(gm))
+    return gm
 
 
 def same_program(graph, expected):

@@ -134,7 +134,7 @@ def beyond(more, less):
     return [one for one in more if not (one in left and not left.remove(one))]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain(fake_ranks):
     return traced(Block(fake_ranks))
 
