@@ -36,6 +36,8 @@ def dynamo_graphs(program, *inputs):
 
 TRACED = {}
 """Graphs as Dynamo traced them, by what they follow from."""
+OF_ANY = vars(torch.nn.Module())
+HOOKS = [name for name in OF_ANY if name.endswith("hooks")]
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -46,15 +48,16 @@ def _what_is_traced(program, inputs):
     modules, tensors = [], [*inputs, *program.parameters(), *program.buffers()]
     for name, module in program.named_modules():
         kind, attributes = type(module), vars(module)
-        known = {k: _value(v) for k, v in attributes.items() if not k.startswith("_")}
+        known = {k: _value(v) for k, v in attributes.items() if k not in OF_ANY or k == "training"}
         is_known = kind.__module__.startswith(("tests.", "torch.nn.modules."))
-        if not is_known or UNKNOWN in known.values() or module._forward_hooks:
+        if not is_known or UNKNOWN in known.values() or any(attributes[one] for one in HOOKS):
             return None
         modules.append((name, kind, *known.items(), *module._parameters, *module._buffers))
     if not all(isinstance(one, torch.Tensor) for one in tensors):
         return None
     sizes = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
-    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else ()
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), *ranks
     return *modules, *sizes, *modes, torch._dynamo.config.get_hash()
 
 
