@@ -19,6 +19,7 @@ from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.journal.reasons import Reason
 from moe_compile.report.explain import short_lines
+from moe_compile.report.page import page_data
 from moe_compile.report.process_report import ProcessReport
 from moe_compile.testing.rank_pool import forget_compiled
 from passes.contract import GraphPass
@@ -269,6 +270,7 @@ def test_a_region_that_no_graph_has_is_said_at_the_end(two_layers):
     *_, before, line, _ = short_lines(report.as_dict())
     assert line == text.format(entries[1], "the regions are region 0, region 1")
     assert not before.startswith("disable_passes")
+    assert page_data(report.as_dict())["notes"] == [line]
 
 
 @pytest.mark.parametrize(
