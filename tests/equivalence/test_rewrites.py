@@ -7,7 +7,7 @@ no choice. `python -m benchmarks.node` runs them all.
 import pytest
 import torch
 
-from benchmarks.node.bits import PROGRAMS, items_for, run_item
+from moe_compile.testing.programs.every_rewrite import PROGRAMS, items_for, run_item
 from moe_compile.testing.programs.grammar import NUM_RANKS
 from moe_compile.testing.programs.judge import Outcome, judgement_of
 from tests.slow_parameters import exhaustive_but
