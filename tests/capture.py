@@ -23,12 +23,34 @@ class CapturedError(Exception):
 def dynamo_graphs(program, *inputs):
     """Return the graph of `program` and those of its higher-order operators' bodies.
 
-    Exchanges are in the form our passes know, whatever form this torch traces them in. A layer of
-    the tests is traced once for all that ask for it with the same sizes: each gets a copy.
+    Exchanges are in the form our passes know, whatever form this torch traces them in.
     """
+    return list(normalized(_traced(program, *inputs)))
+
+
+def _traced(program, *inputs):
+    captured = []
+
+    def stop(*inputs):
+        raise CapturedError
+
+    def keep(gm, example_inputs):
+        captured.append(gm)
+        return stop
+
+    torch._dynamo.reset()
+    capture = torch._dynamo.config.patch(capture_scalar_outputs=True)
+    with capture, contextlib.suppress(CapturedError):
+        torch.compile(program, backend=keep, fullgraph=True)(*inputs)
+    (gm,) = captured
+    return gm
+
+
+def graphs_traced_once(program, *inputs):
+    """Return copies of `dynamo_graphs`; a file's layers of one class and sizes are traced once."""
     key = _what_is_traced(program, inputs)
     if key is None:
-        return list(normalized(_traced(program, *inputs)))
+        return dynamo_graphs(program, *inputs)
     if key not in TRACED:
         TRACED[key] = _traced(program, *inputs)
     return list(normalized(copy_of_graph(TRACED[key])))
@@ -53,7 +75,9 @@ def _what_is_traced(program, inputs):
         if not is_known or UNKNOWN in known.values() or any(attributes[one] for one in HOOKS):
             return None
         modules.append((name, kind, *known.items(), *module._parameters, *module._buffers))
-    if not all(isinstance(one, torch.Tensor) for one in tensors):
+    if not all(type(one) in (torch.Tensor, torch.nn.Parameter) for one in tensors):
+        return None
+    if any(map(vars, tensors)):  # sizes that are marked as dynamic, among others
         return None
     sizes = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
     ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else ()
@@ -72,24 +96,6 @@ def _value(value):
         values = tuple(map(_value, value))
         return UNKNOWN if UNKNOWN in values else values
     return value if isinstance(value, PLAIN) else UNKNOWN
-
-
-def _traced(program, *inputs):
-    captured = []
-
-    def stop(*inputs):
-        raise CapturedError
-
-    def keep(gm, example_inputs):
-        captured.append(gm)
-        return stop
-
-    torch._dynamo.reset()
-    capture = torch._dynamo.config.patch(capture_scalar_outputs=True)
-    with capture, contextlib.suppress(CapturedError):
-        torch.compile(program, backend=keep, fullgraph=True)(*inputs)
-    (gm,) = captured
-    return gm
 
 
 def same_program(graph, expected):

@@ -2,14 +2,14 @@
 
 import torch
 
-from tests.capture import TRACED, dynamo_graphs, same_program
+from tests.capture import TRACED, graphs_traced_once, same_program
 from tests.layers import GroupedExperts
 
 
 def test_a_layer_is_traced_again_where_its_graph_would_be_another(fake_ranks):
     def graph_of(layer, tokens=8, **settings):
         x = torch.randn(tokens, 16, dtype=torch.bfloat16, **{"requires_grad": True, **settings})
-        (gm,) = dynamo_graphs(layer, x)
+        (gm,) = graphs_traced_once(layer, x)
         return gm.graph
 
     def made(*sizes, **settings):
@@ -29,3 +29,7 @@ def test_a_layer_is_traced_again_where_its_graph_would_be_another(fake_ranks):
     given.register_forward_hook(lambda *_: None)
     given_twice = [graph_of(given) for _ in range(2)]
     assert len(TRACED) == 1 + len(others) and same_program(*given_twice) == ""
+    marked = torch.randn(8, 16, dtype=torch.bfloat16, requires_grad=True)
+    torch._dynamo.mark_dynamic(marked, 0)
+    (gm,) = graphs_traced_once(made(), marked)
+    assert len(TRACED) == 1 + len(others) and same_program(gm.graph, second) != ""
