@@ -173,6 +173,8 @@ PARTS: Final = (
     "megascale_moe",
 )
 """Names that `recompute_modules` takes (`recompute/named_parts.py`)."""
+NAMED: Final = "recompute_modules"
+"""The option that names parts, and the pass in records about them."""
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ BOUND: Final = (
     "(K + 3) 2^-24 times the sum of their magnitudes more, u = 2^-13 in tensor cores of Hopper and "
     "2^-24 elsewhere"
 )
-"""See `moe_compile/ops/product_errors.py`."""
+"""See `moe_compile/testing/product_errors.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,7 @@ from moe_compile.testing.cpu_rounding.cpu_bits import use_bits_of_environment
 from moe_compile.testing.mirrored_rank import MirroredGroup, become_mirrored
 from moe_compile.testing.rank_pool import RankPool, begin_again, collect_seldom
 from moe_compile.torch_quirks.python311_frames import with_frame_space
+from tests.capture import TRACED
 
 use_bits_of_environment()  # and so does this process
 
@@ -200,6 +201,7 @@ def four_devices(request):
 def no_group_stays():
     """One module's process group is not the next one's, nor what torch left to Python in it."""
     yield
+    TRACED.clear()
     forget_frames()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -55,15 +55,10 @@ DEGREE_NAMES: Final = (*DEGREES, "ep", "etp")
 OUR_FLAGS: Final = ("--compare", "--dry-run", "--nproc", "--verbose", "--world")
 
 
-def check_job(job: JobFile, *, is_run: bool) -> None:
-    """Raise InvalidConfig for a job that cannot train; files are checked only if it `is_run`."""
-    refuse(job, list(_faults(job, is_run=is_run)))
-
-
 def checked_ranks(job: JobFile, asked: int | None, *, is_run: bool) -> int:
     """Return the number of ranks of a job in which nothing is wrong; `asked` by a flag, or None.
 
-    Raises InvalidConfig with all that is wrong.
+    Files are checked only if it `is_run`. Raises InvalidConfig with all that is wrong.
     """
     faults, ranks = list(_faults(job, is_run=is_run)), asked or 1
     try:

@@ -88,16 +88,6 @@ class JobFile:
         return str(self.read(key, default)).lower() == "true"
 
 
-def load_job(path: Path, overrides: list[str]) -> JobFile:
-    """Return the job of a TOML file.
-
-    Raises InvalidConfig when the file, its `[megamoe]` table, or the layout is wrong.
-    """
-    job = read_job(path, overrides)
-    refuse(job, [*option_faults(job), *layout_faults(job)])
-    return job
-
-
 def read_job(path: Path, overrides: list[str]) -> JobFile:
     """Return the job of a TOML file. Raises InvalidConfig where it is none."""
     try:

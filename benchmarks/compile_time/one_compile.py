@@ -75,10 +75,10 @@ def _block(backend: Backend) -> Iterator[Callable[[], Any]]:
         first_with_experts,
         model_of_blocks,
     )
-    from torchtitan_integration.job_file import load_job  # noqa: PLC0415
+    from torchtitan_integration.job_file import read_job  # noqa: PLC0415
     from torchtitan_integration.parallelize import apply_model_parallelism  # noqa: PLC0415
 
-    with fake_rank(load_job(CONFIG, []), world=NUM_RANKS, rank=0) as rank:
+    with fake_rank(read_job(CONFIG, []), world=NUM_RANKS, rank=0) as rank:
         rank.job.compile.backend = backend
         model = model_of_blocks(rank, [first_with_experts(rank)])
         apply_model_parallelism(model, rank.dims, rank.job)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from benchmarks.bars import Look, no_failure
 from benchmarks.link.cases import BASELINE
-from moe_compile.check.tables import Look, Section, no_failure
+from moe_compile.check.tables import Section
 
 MOST_COMPILE: Final = 2.0
 """Times the compilation of one chunk that four chunks of a bare layer may take."""

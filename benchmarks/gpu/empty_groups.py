@@ -15,8 +15,8 @@ from typing import Final
 import torch
 
 from benchmarks.gpu.sizes import Sizes
-from moe_compile.check.bits import poison
 from moe_compile.check.sections import Record, say
+from moe_compile.testing.programs.every_rewrite import poison
 
 BEHIND: Final = 16
 """Rows behind the last offset."""

@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.layer_check import GROUPS, start_one_rank
 from benchmarks.gpu.layer_step import GPU_VARIANTS, Compiled, LayerStep, start_compiler
 from benchmarks.gpu.sizes import Sizes
-from moe_compile.check.device_time import synchronize
 from moe_compile.check.sections import Record, say
+from moe_compile.hardware.measure import synchronize
 
 TO_HOST: Final = "Memcpy DtoH"
 """What Kineto calls a copy from the device to the host."""

@@ -21,9 +21,9 @@ import torch
 import torch._dynamo
 from torch.utils import _pytree as pytree
 
+from benchmarks.gpu.replay import Replay, replayable, time_in_turn
 from benchmarks.gpu.row_ops import ROW_OPS, Inputs, RowOp, extreme_rows, random_inputs
 from benchmarks.gpu.sizes import Sizes
-from moe_compile.check.device_time import Replay, replayable, time_in_turn
 from moe_compile.check.sections import Record, say
 from moe_compile.ops.quantized_rows import (
     GATHER_QUANTIZE_PACK,

@@ -26,8 +26,8 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.gpu.replay import poison
 from benchmarks.link.link_model import NO_LINK, LinkRate
-from moe_compile.check.device_time import poison
 
 PIECE_BYTES: Final = 8 * 2**20
 """Of a host copy: small enough that both directions overlap, large enough for full PCIe speed."""

@@ -27,8 +27,7 @@ from benchmarks.link.cases import Case
 from benchmarks.link.layer import MoELayer
 from benchmarks.link.variants import VARIANTS, Variant
 from moe_compile.backend import megamoe
-from moe_compile.check.device_time import synchronize
-from moe_compile.hardware.measure import elapsed_s
+from moe_compile.hardware.measure import elapsed_s, synchronize
 from moe_compile.testing.wrapper_order import event_letters, products_under, wrapper_events
 
 Forward = Callable[[torch.Tensor], torch.Tensor]

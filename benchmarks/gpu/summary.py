@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.bars import print_bars
 from benchmarks.gpu.bars import BARS
-from moe_compile.check.tables import Section, new_table, print_bars, print_sections
+from moe_compile.check.tables import Section, new_table, print_sections
 
 
 def print_summary(console: Console, out: Path, summary: Mapping[str, Any]) -> None:

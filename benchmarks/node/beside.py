@@ -25,11 +25,10 @@ import torch.distributed as dist
 
 from benchmarks.node.sizes import Sizes
 from benchmarks.node.together import Pair, Work, together
-from moe_compile.check.device_time import slowest
 from moe_compile.check.links import EXCHANGE, launcher
 from moe_compile.check.paired import ratio
 from moe_compile.check.sections import Record, say
-from moe_compile.check.team import Team
+from moe_compile.check.team import Team, slowest
 from moe_compile.testing.process_groups import rank_device
 
 OWN: Final = 0

@@ -29,11 +29,11 @@ from benchmarks.gpu.layer_step import GPU_VARIANTS, Forward, LayerStep, is_known
 from benchmarks.link.cases import BASELINE
 from benchmarks.link.variants import Variant
 from benchmarks.node.sizes import Sizes
-from moe_compile.check.device_time import slowest, synchronize
 from moe_compile.check.paired import ratio
 from moe_compile.check.profiler_trace import measure, read_trace
 from moe_compile.check.sections import Record, say
-from moe_compile.check.team import Team
+from moe_compile.check.team import Team, slowest
+from moe_compile.hardware.measure import synchronize
 from moe_compile.report.process_report import figures
 from moe_compile.runtime.launch_records import executed_records
 from moe_compile.testing.process_groups import register_nodes

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.node.beside import check_beside
+from benchmarks.node.bits import check_bits
 from benchmarks.node.hidden import check_hidden
 from benchmarks.node.recipes import check_recipes
 from benchmarks.node.sizes import SIZES, Sizes
-from moe_compile.check.bits import check_bits
 from moe_compile.check.job_sections import read_rank_arguments, run_section, team_of
 from moe_compile.check.links import check_links, node_ranks
 from moe_compile.check.team import Team

@@ -9,16 +9,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.bars import Look, no_failure, print_bars
 from benchmarks.node.beside import OWN, said_of
 from moe_compile.check.links import link_of
-from moe_compile.check.tables import (
-    Look,
-    Section,
-    new_table,
-    no_failure,
-    print_bars,
-    print_sections,
-)
+from moe_compile.check.tables import Section, new_table, print_sections
 
 TIMES: Final = ("exposed_ms", "hidden_ms")
 NUMBERS: Final = ("contention", "overlap_slowdown")

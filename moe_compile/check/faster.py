@@ -21,7 +21,6 @@ from typing import Any, Final
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 
-from moe_compile.check.device_time import slowest
 from moe_compile.check.forms import (
     AS_ASKED,
     INDUCTOR,
@@ -34,7 +33,7 @@ from moe_compile.check.forms import (
 from moe_compile.check.paired import ratio
 from moe_compile.check.sections import Record, say
 from moe_compile.check.steps import Steps
-from moe_compile.check.team import Team
+from moe_compile.check.team import Team, slowest
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware.measure import elapsed_s
 from moe_compile.plan.chunk_numbers import NumericalChange

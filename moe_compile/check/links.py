@@ -21,10 +21,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from moe_compile.check.device_time import slowest, synchronize
 from moe_compile.check.sections import Record, say
-from moe_compile.check.team import Team
-from moe_compile.hardware.measure import elapsed_s
+from moe_compile.check.team import Team, slowest
+from moe_compile.hardware.measure import elapsed_s, synchronize
 from moe_compile.testing.process_groups import rank_device
 
 NEEDS_S: Final = 20.0

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from moe_compile.check.sections import Record, say
-from moe_compile.testing.process_groups import join
+from moe_compile.testing.process_groups import join, rank_device
 from moe_compile.testing.rank_pool import forget_compiled
 
 Found = TypeVar("Found")
@@ -33,6 +34,13 @@ LATER_S: Final = 60.0
 """Seconds that ranks are waited for beyond a collective: one may only be slow."""
 RESTART: Final = 75
 """Exit status of a process whose section goes on in a new one."""
+
+
+def slowest(seconds: list[float]) -> list[float]:
+    """Return the greatest of all ranks, each of `seconds` by itself."""
+    worst = torch.tensor(seconds, dtype=torch.float64, device=rank_device())
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.tolist()
 
 
 class OutOfStep(Exception):

@@ -25,7 +25,6 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from moe_compile.check.device_time import synchronize
 from moe_compile.check.explained_errors import compute_of, constants_of, fits_of, rows_of
 from moe_compile.check.forms import AS_ASKED, WITHOUT, Form
 from moe_compile.check.matched_collectives import Window, match
@@ -44,7 +43,7 @@ from moe_compile.check.team import Team
 from moe_compile.config import MegaMoEConfig
 from moe_compile.hardware import load_profile
 from moe_compile.hardware.links import Link
-from moe_compile.hardware.measure import elapsed_s
+from moe_compile.hardware.measure import elapsed_s, synchronize
 from moe_compile.report.explanation_text import why_nothing_was_rewritten
 from moe_compile.runtime.launch_records import runs_noted
 

@@ -165,3 +165,9 @@ def elapsed_s(
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+def synchronize(device: str) -> None:
+    """Wait for all device work."""
+    if device == CUDA:
+        torch.cuda.synchronize()

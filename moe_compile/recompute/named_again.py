@@ -24,6 +24,7 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from moe_compile.allowed_values import NAMED
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.amounts import is_free, is_part
 from moe_compile.graph.aliases import AliasClasses
@@ -35,7 +36,6 @@ from moe_compile.recompute.named_parts import parts_of
 from moe_compile.recompute.never_again import communicates_itself, is_fixed
 from moe_compile.recompute.storages import of_the_backward
 
-OPTION: Final = "recompute_modules"
 EXCHANGES_OF: Final = "moe"
 """The name that includes exchanges."""
 CHECKPOINTED: Final = "the model's own activation checkpointing decides there"
@@ -169,18 +169,18 @@ def _why_left(
 ) -> Verdict | None:
     """Return why nothing of a part is computed again; None where something is."""
     if not part:
-        return Verdict(candidate=name, reason=Reason.NO_PART, option=OPTION)
+        return Verdict(candidate=name, reason=Reason.NO_PART, option=NAMED)
     if not set(needed).isdisjoint(part):
         return None
     detail = CHECKPOINTED if any(node.name in standing for node in part) else NOT_READ
-    return Verdict(candidate=name, reason=Reason.ALREADY_DONE, detail=detail, option=OPTION)
+    return Verdict(candidate=name, reason=Reason.ALREADY_DONE, detail=detail, option=NAMED)
 
 
 def _exchanges_left(name: str, part: Collection[fx.Node], config: MegaMoEConfig) -> Verdict | None:
     if name != EXCHANGES_OF or config.equal_tokens or not any(map(is_launch, part)):
         return None
     candidate = f"exchanges of {name}"
-    return Verdict(candidate=candidate, reason=Reason.TOKENS_MAY_DIFFER, option=OPTION)
+    return Verdict(candidate=candidate, reason=Reason.TOKENS_MAY_DIFFER, option=NAMED)
 
 
 def figures(

@@ -16,6 +16,7 @@ import torch._functorch.config as functorch_config
 import torch.fx as fx
 from functorch.compile import min_cut_rematerialization_partition
 
+from moe_compile.allowed_values import NAMED
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.cost_model import estimate_costs
 from moe_compile.cost.sizes import NominalSizes
@@ -25,7 +26,7 @@ from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from moe_compile.recompute.choose_kept import Modules, Partitioner, Scheduled, choose_kept
 from moe_compile.recompute.kept import computed_again, kept_storages, results_of
-from moe_compile.recompute.named_again import OPTION, NamedAgain, figures
+from moe_compile.recompute.named_again import NamedAgain, figures
 from moe_compile.recompute.policies import BUDGET
 from moe_compile.recompute.prices import beside_waits
 from moe_compile.recompute.storages import Storages
@@ -100,7 +101,7 @@ def _with_named_parts(
     for module in (joint, *modules):
         named.forget(module.graph, kept, standing)
     report = PassReport(
-        pass_name=OPTION, applied=tuple(named.nodes), skipped=named.left, measures=measures
+        pass_name=NAMED, applied=tuple(named.nodes), skipped=named.left, measures=measures
     )
     state.journal.add("joint", report)
     return modules

@@ -10,18 +10,19 @@ parameters, are no candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch.fx as fx
 
+from moe_compile.allowed_values import NAMED
+from moe_compile.config import OF_REGION
 from moe_compile.graph.query import is_all_to_all, is_launch, source_place
 from moe_compile.journal.entries import Journal, PassReport, Verdict
 from moe_compile.journal.reasons import Reason
 from moe_compile.journal.remedies import to_do, with_change
 from moe_compile.plan.state import CompileState
-from moe_compile.recompute.named_again import OPTION
 from moe_compile.report.graph_breaks import (
     GraphBreak,
     frames_left_out,
@@ -48,6 +49,8 @@ class Compilation:
     """Outcomes of every candidate of every pass, on graphs made later too."""
     names_parts: bool = False
     """Whether `recompute_modules` names parts of the model, which are looked for in all graphs."""
+    left_out_of_regions: tuple[str, ...] = ()
+    """Entries of `disable_passes` that name a region, which is looked for in all graphs."""
     settings: str = ""
     settings_off: tuple[str, ...] = ()
     """Settings of Inductor that were asked for and are off (`torch_quirks.inductor_settings`)."""
@@ -64,6 +67,11 @@ class Compilation:
     def has_regions(self) -> bool:
         """Whether later levels have anything to do."""
         return bool(self.regions) or any(a.is_region for a in self.attention)
+
+    @property
+    def region_names(self) -> list[str]:
+        """Names of regions, attention too."""
+        return [*(r.name for r in self.regions), *(a.name for a in self.attention if a.is_region)]
 
     def add_level(self, state: CompileState) -> None:
         """Add the results of the Dynamo-level passes on one graph."""
@@ -102,7 +110,7 @@ class Compilation:
     @property
     def rewrites(self) -> list[str]:
         """Rewrites of whole graphs, done and left, and the times predicted for them."""
-        known = {*NAMES, OPTION} - {SplitBatch.name, ApplyScores.name, FuseTokenSums.name}
+        known = {*NAMES, NAMED} - {SplitBatch.name, ApplyScores.name, FuseTokenSums.name}
         results = (r for _, r in self.journal.records if r.pass_name not in known)
         return [line for r in results if isinstance(r, PassReport) for line in _rewritten(r)]
 
@@ -163,6 +171,7 @@ def describe(gm: fx.GraphModule, state: CompileState) -> Compilation:
     return Compilation(
         site="; ".join(places[:1]),
         names_parts=bool(state.config.recompute_modules),
+        left_out_of_regions=tuple(e for e in state.config.disable_passes if OF_REGION in e),
         settings=state.config.digest_text(),
         journal=state.journal,
         place_of_exchange="; ".join(exchanges[:1]),
@@ -179,6 +188,17 @@ def _rewritten(report: PassReport) -> list[str]:
     lines = [f"applied to {one}{price}" for one in report.applied]
     lines += [f"left alone {with_change(str(v), v.reason)}" for v in report.skipped]
     return [f"{report.pass_name}: {line}" for line in lines]
+
+
+def regions_not_found(compilations: Sequence[Compilation]) -> list[str]:
+    """Return a line for each entry of `disable_passes` whose region no compilation has."""
+    known = dict.fromkeys(name for c in compilations for name in c.region_names)
+    has = f"the regions are {', '.join(known)}" if known else "there are no regions"
+    return [
+        f"disable_passes: {entry!r} has no effect, since no graph has this region; {has}"
+        for entry in dict.fromkeys(e for c in compilations for e in c.left_out_of_regions)
+        if entry.partition(OF_REGION)[2] not in known
+    ]
 
 
 TELLING: Final = (

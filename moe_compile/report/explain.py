@@ -16,14 +16,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from moe_compile.allowed_values import NAMED
 from moe_compile.report.explanation_text import headline
 
 LOG_WIDTH: Final = 120
 """Width where the output is a file, no terminal, and of tables that are asked for."""
 TABLES_FROM: Final = 112
 """Width of the widest table; in fewer columns its cells are cut into pieces."""
-NAMED: Final = "recompute_modules"
-"""Name of the records about parts that are computed again because the user named them."""
 DETAILS: Final = (
     f"For tables of graphs, times and memory use --verbose or {TABLES_FROM} columns or more."
 )
@@ -115,6 +114,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     if not report["compilations"] and not rewrites:
         yield "No MoE region was found; the code is Inductor's alone."
     yield from names_without_effect(report)
+    yield from report.get("regions_not_found", ())
 
 
 def _kept(graph: Mapping[str, Any]) -> str:

@@ -74,7 +74,7 @@ def page_data(report: Mapping[str, Any]) -> dict[str, Any]:
     exchanges = [
         {**one, "gain": _gain_of_exchange(one, report, graphs)} for one in report["exchanges"]
     ]
-    said = report.get("warnings", ()), report.get("rewrites", ()), report["dropped_passes"]
+    notes = ("warnings", "rewrites", "dropped_passes", "regions_not_found")
     return {
         "headline": headline(report) or "megamoe: nothing is rewritten",
         "times": _times(graphs),
@@ -85,7 +85,7 @@ def page_data(report: Mapping[str, Any]) -> dict[str, Any]:
         "regions": [_region(one) for one in report["regions"]],
         "breaks": breaks,
         "break_remedy": ONE_GRAPH if breaks else "",
-        "notes": [line for lines in said for line in lines],
+        "notes": [line for name in notes for line in report.get(name, ())],
         "choices": list(report.get("choices", ())),
         "graphs": [_graph(graph, report) for graph in graphs],
         "no_timelines": "" if graphs else _why_no_timelines(report),

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from moe_compile.journal.remedies import REMEDIES
-from moe_compile.report.compilations import Compilation
+from moe_compile.report.compilations import Compilation, regions_not_found
 from moe_compile.report.graph_breaks import frames_left_out, warning_of
 from moe_compile.report.page import PAGE, json_of, write_page, write_whole
 from moe_compile.report.region_reports import (
@@ -118,7 +118,7 @@ class ProcessReport:
     def _keep(self, compilation: Compilation) -> None:
         """Keep a compilation that has something to report, once."""
         says = compilation.has_regions or compilation.attention or compilation.has_failures
-        says = says or compilation.names_parts
+        says = says or compilation.names_parts or bool(compilation.left_out_of_regions)
         if (says or compilation.rewrites) and not any(c is compilation for c in self.compilations):
             self.compilations.append(compilation)
 
@@ -185,6 +185,7 @@ def report_of(
         "graph_breaks": list(graph_breaks),
         "inductor_settings_off": sorted({x for c in compilations for x in c.settings_off}),
         "dropped_passes": sorted({x for c in compilations for x in c.dropped}),
+        "regions_not_found": regions_not_found(compilations),
         "rewrites": sorted({x for c in compilations for x in c.rewrites}),
         "passes": [{"where": c.site, **data} for c in compilations for data in c.journal.as_data()],
         "graphs": [

@@ -30,11 +30,11 @@ from torch._inductor.utils import fresh_inductor_cache
 
 from moe_compile import codegen
 from moe_compile.backend import rewrite
-from moe_compile.check.bits import LOOPED
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import ContractViolation, InvalidConfig
 from moe_compile.failed_compilation import compiled_or_as_written
 from moe_compile.testing.host_copies import copies_on_cpu
+from moe_compile.testing.programs.every_rewrite import LOOPED
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import run
 from moe_compile.testing.programs.text import source_of

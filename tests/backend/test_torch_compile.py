@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_compile.report.process_report import REPORT
 from tests.layers import GroupedExperts
+from tests.slow_parameters import slow_but
 
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
 
@@ -128,7 +129,7 @@ def between(rank, name):
     return all(equal), chunked_since(known), num_graphs()
 
 
-@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("name", slow_but(["inference_mode"], AROUND))
 def test_a_step_without_gradients_between_two_that_train(mirrored_ranks, name):
     check(mirrored_ranks.run(between, name), (True, True, 2))
 

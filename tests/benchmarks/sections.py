@@ -2,7 +2,7 @@
 
 import json
 
-from moe_compile.check.tables import judge
+from benchmarks.bars import judge
 
 
 def failures(record):

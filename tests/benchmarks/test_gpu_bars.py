@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.bars import judge
 from benchmarks.gpu import unit_tests
 from benchmarks.gpu.bars import BARS
 from benchmarks.gpu.host_copies import TO_HOST, judge_events
 from benchmarks.gpu.layer_check import _judge_order
 from benchmarks.gpu.layer_step import CodeOrder
-from moe_compile.check.tables import judge
 from tests.benchmarks.sections import FAILED, check_bar, failures, section
 
 

@@ -9,8 +9,6 @@ from fractions import Fraction
 import pytest
 import torch
 import torch._dynamo
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks.link.block import (
     SequenceParallelAttention,
@@ -21,7 +19,6 @@ from benchmarks.link.cases import BlockCase
 from benchmarks.link.layer import MoELayer
 from tests.alike_ranks import alike_ranks
 from tests.slow_parameters import slow_but
-from torchtitan_integration.ulysses import Ulysses
 
 BATCH, WIDTH, EXPERTS, TOKENS = 2, 64, 8, 16
 RANKS, SHARED, TOP_K = (2, 4, 8), (1, 4, 8), range(1, 9)
@@ -87,40 +84,6 @@ def test_attention_by_sequence_sends_one_and_a_share_over_the_ranks(ranks, share
     for log in ways:
         assert elements(log) == unit_of(ranks) * (1 + Fraction(1, shared)) / ranks
         assert [sent.kind for sent in log] == ["all_to_all"] * 4
-
-
-class Causal(torch.nn.Module):
-    def forward(self, q, k, v):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=True
-        )
-
-
-class RecipesAttention(torch.nn.Module):
-    """torchtitan's `inner_attention` as the recipe divides it, between projections."""
-
-    def __init__(self, heads, kv_heads, group):
-        super().__init__()
-        mesh = DeviceMesh.from_group(group, "cpu")
-        self.inner = parallelize_module(Causal(), mesh, Ulysses())
-        self.qkv = [torch.randn(WIDTH, n * WIDTH // heads) for n in (heads, kv_heads, kv_heads)]
-        self.size = WIDTH // heads
-
-    def forward(self, x):
-        q, k, v = ((x @ w).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in self.qkv)
-        return self.inner(q, k, v)
-
-
-@pytest.mark.parametrize("shared", SHARED)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_the_recipes_attention_repeats_kv_heads_that_are_fewer_than_ranks(ranks, shared):
-    heads = 16
-    with alike_ranks(ranks) as group:
-        attention = RecipesAttention(heads, heads // shared, group)
-        ways = sent_both_ways(group, attention, torch.randn(BATCH, TOKENS // BATCH, WIDTH))
-    travelling = min(shared, heads // ranks)  # query heads per KV head, once repeated
-    for log in ways:
-        assert elements(log) == unit_of(ranks) * (1 + Fraction(1, travelling)) / ranks
 
 
 def balanced_tokens(top_k):

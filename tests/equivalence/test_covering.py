@@ -3,7 +3,8 @@
 A fault of a rewrite seldom needs more than two choices to meet (Kuhn, Wallace and Gallo, Software
 Fault Interactions and Implications for Software Testing, 2004). One process is both ranks, or all
 four of two nodes (`moe_compile/testing/mirrored_rank.py`), so a program takes two seconds or three.
-What ranks have to differ for is tried elsewhere: tokens gathered of all ranks, uneven numbers.
+What ranks have to differ for is tried elsewhere: tokens gathered of all ranks, uneven numbers,
+and steps without host reads, which ranks agree to run again.
 """
 
 import itertools
@@ -124,7 +125,8 @@ ELSEWHERE = (
     Rewrite.SCORES,  # test_apply_scores.py
     Rewrite.PRODUCTS,  # test_programs.py
     Rewrite.UNSCHEDULED, Rewrite.MODEL_RECOMPUTE, Rewrite.THREE_PARTS,  # replay as others do
-    Rewrite.NO_READS, Rewrite.NO_READS_IN_CHUNKS, Style.PADDED,  # test_programs_without_reads.py
+    Rewrite.NO_READS, Rewrite.NO_READS_IN_CHUNKS,  # test_programs_without_reads.py
+    Style.PADDED,  # some rows of grouped products, once more
 )  # fmt: skip
 
 PAIRED = {
@@ -174,7 +176,7 @@ def program_of(row):
     asked |= {name: frozenset({asked[name]}) for name in asked.keys() & SEVERAL}
     dtype, rewrite = asked.pop("dtype"), asked.pop("rewrite")
     width, is_recomputed = FILLING[dtype], rewrite is Rewrite.RECOMPUTE
-    kinds = {**PAIRED, **BESIDE, **SEVERAL}
+    kinds = {**PAIRED, **BESIDE, **SEVERAL, "style": [*PAIRED["style"], Style.PADDED]}
     seed = sum(kinds[name].index(choice) for name, choice in row.items())  # routed otherwise each
     program = Program(
         layers=(Experts(top_k=2, local=3, **asked),), tokens=((6, 6),), dtype=dtype,
@@ -221,7 +223,22 @@ def with_several(rows):
         yield row
 
 
-ROWS = [*with_several(covering_rows(PAIRED, BESIDE, go_together))]
+def padded(rows):
+    """Return one of the rows of grouped products for each rewrite, with padded groups.
+
+    These have an order of rows of their own.
+    """
+    found = {}
+    for row in (row for row in rows if row["style"] is Style.GROUPED):
+        other = {**row, "style": Style.PADDED}
+        del other["order"], other["back"]
+        if held_by(program_of(other), other) == other:
+            found.setdefault(row["rewrite"], other)
+    return [*found.values()]
+
+
+EVERY_PAIR = [*with_several(covering_rows(PAIRED, BESIDE, go_together))]
+ROWS = EVERY_PAIR + padded(EVERY_PAIR)
 
 
 def first_with_each_choice():
@@ -230,7 +247,7 @@ def first_with_each_choice():
     Rows in hops are for four ranks and take three times as long: test_hop_programs.py has some.
     """
     seen, rows = set(), []
-    for row in (row for row in ROWS if row["rewrite"] not in TWO_HOPS):
+    for row in (row for row in EVERY_PAIR if row["rewrite"] not in TWO_HOPS):
         new = {(name, choice) for name, choice in row.items() if name in PAIRED} - seen
         rows += [row] if new else []
         seen |= new
@@ -250,7 +267,8 @@ def test_few_programs_have_every_pair_of_choices_and_quick_ones_each_choice():
     every = {**PAIRED, **BESIDE, **SEVERAL}
     paired, every = ({(n, m) for n in kinds for m in kinds[n]} for kinds in (PAIRED, every))
     assert choices_of(QUICK) >= paired - {("rewrite", rewrite) for rewrite in TWO_HOPS}
-    assert choices_of(ROWS) == every
+    assert choices_of(ROWS) == every | {("style", Style.PADDED)}
+    assert {row["rewrite"] for row in padded(EVERY_PAIR)} == {*PAIRED["rewrite"]}
     assert all(held_by(program_of(row), row) == row for row in ROWS)
 
 

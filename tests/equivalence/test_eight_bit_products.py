@@ -2,23 +2,15 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_compile.ops.product_errors import product_error_bound, weight_gradient_error_bound
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE
 from moe_compile.ops.scaled_products import GROUPED_MM_FP8, MESSAGE_ROWS, QUANTIZE_ROWS
 from moe_compile.testing.equivalence import differing_tensors
+from moe_compile.testing.product_errors import product_error_bound, weight_gradient_error_bound
 from tests.equivalence.test_layers import build, inputs, one_case
-from tests.equivalence.test_quantized_wire import (
-    EXPERTS,
-    HIDDEN,
-    TOKENS,
-    TOP_K,
-    WIDTH,
-    decibels,
-)
+from tests.equivalence.test_quantized_wire import check_signal
 from tests.layers import FusedGateUp, GroupedExperts
 from tests.quantized_layers import in_eight_bits, quantized_eagerly
 from tests.slow_parameters import exhaustive_but, slow_but
@@ -57,7 +49,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("style", "recipe", "gradient", "chunks"), slow_but(FORMS[:1], FORMS))
+@pytest.mark.parametrize(("style", "recipe", "gradient", "chunks"), slow_but([], FORMS))
 def test_every_format_in_any_number_of_chunks(two_devices, style, recipe, gradient, chunks):
     of_gradients = "_e5m2" if gradient == "e5m2" else ""
     options = {"expert_compute": f"fp8_{recipe}{of_gradients}"}
@@ -206,28 +198,6 @@ def of_one_expert(found, x, w1, w2, gradient, recipe, element, of_weights):
 
 # --- signal to noise ---------------------------------------------------------------------------
 
-
-def signal_to_noise(rank, codegen, options):
-    """Return decibels of output, input gradient and the least of the expert weights' gradients."""
-    torch._dynamo.reset()
-    own = torch.Generator().manual_seed(rank)
-    x = torch.randn(TOKENS, WIDTH, generator=own).bfloat16()
-    gradient = torch.randn(TOKENS, WIDTH, generator=own).bfloat16()
-    results = []
-    for asked in ({}, options):
-        layer = GroupedExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, dist.group.WORLD)
-        settings = {"megamoe.codegen": codegen, "megamoe.chunks": 2, "megamoe.strict": True}
-        settings |= {f"megamoe.{name}": value for name, value in asked.items()}
-        compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=settings)
-        rows = x.clone().requires_grad_()
-        output = compiled(rows)
-        output.backward(gradient)
-        weights = [layer.w1.grad, layer.w2.grad, layer.w3.grad]
-        results.append([output.detach(), rows.grad, *weights])
-    ratios = [decibels(exact, other) for exact, other in zip(*results, strict=True)]
-    return ratios[0], ratios[1], min(ratios[2:])
-
-
 FLOORS = [
     ({"expert_compute": "fp8_blockwise"}, (23.5, 23.5, 24.5)),
     ({"expert_compute": "fp8_rowwise"}, (23.5, 23.5, 24.5)),
@@ -246,5 +216,4 @@ SIGNALS = [(*given, codegen) for codegen in ("fx", "inductor") for given in FLOO
     ids=str,
 )
 def test_routed_output_and_gradients_keep_their_signal(two_ranks, options, floors, codegen):
-    for measured in two_ranks.run(signal_to_noise, codegen, options):
-        assert all(ratio >= floor for ratio, floor in zip(measured, floors, strict=True)), measured
+    check_signal(two_ranks, codegen, options, floors)

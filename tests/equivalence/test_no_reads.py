@@ -140,7 +140,7 @@ def poisoned(rank, num):
     return wrong, filled
 
 
-@pytest.mark.parametrize("num", slow_but([1, 2], [1, 2, 4]))
+@pytest.mark.parametrize("num", slow_but([2], [1, 2, 4]))
 def test_padding_is_never_read_nor_its_gradient(mirrored_ranks, num):
     for wrong, filled in mirrored_ranks.run(poisoned, num):
         assert filled == [True] * 4 * num  # dispatch, combine, and their gradients
@@ -154,7 +154,7 @@ def nan_token(rank):
         program, layer = compiled(PaddedGroups, **{"megamoe.row_room": 2.0})
         expected, found = (step(f, m, tokens)["out"] for f, m in ((layer, layer), (program, layer)))
         tokens[3] = torch.nan
-        broken = program(tokens)
+        broken = program(tokens.requires_grad_())  # as before: no program is compiled anew
     RERUN.begin(is_served=False)
     assert torch.equal(expected, found)
     return broken.isfinite().all(1).tolist()

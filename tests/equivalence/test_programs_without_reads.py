@@ -39,7 +39,7 @@ SHORT, ENOUGH = 0.5, 2.0
 @pytest.mark.parametrize(
     ("program", "room"),
     slow_but(
-        [(PROGRAM, SHORT), (IN_CHUNKS, ENOUGH)],
+        [(PROGRAM, SHORT)],
         [(program, room) for program in (PROGRAM, IN_CHUNKS) for room in (SHORT, ENOUGH)],
     ),
 )

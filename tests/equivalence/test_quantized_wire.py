@@ -45,7 +45,7 @@ def test_every_wire_equals_a_layer_that_quantises_eagerly(two_devices, wires):
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 512, 512, 256, 8, 2
 
 
-def signal_to_noise(rank, codegen, dispatch_wire, combine_wire):
+def signal_to_noise(rank, codegen, options):
     """Return decibels of output, input gradient and the least of the expert weights' gradients.
 
     The gate weight multiplies what the combine brought back, after the down projection, where
@@ -55,28 +55,29 @@ def signal_to_noise(rank, codegen, dispatch_wire, combine_wire):
     own = torch.Generator().manual_seed(rank)
     x = torch.randn(TOKENS, WIDTH, generator=own).bfloat16()
     gradient = torch.randn(TOKENS, WIDTH, generator=own).bfloat16()
-    wires = {"megamoe.dispatch_wire": dispatch_wire, "megamoe.combine_wire": combine_wire}
     results = []
-    for quantized in (False, True):
+    for asked in ({}, options):
         layer = GroupedExperts(WIDTH, HIDDEN, EXPERTS, TOP_K, dist.group.WORLD)
-        options = {
-            "megamoe.codegen": codegen,
-            "megamoe.chunks": 2,
-            **(wires if quantized else {}),
-        }
-        compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=options)
+        settings = {"megamoe.codegen": codegen, "megamoe.chunks": 2, "megamoe.strict": True}
+        settings |= {f"megamoe.{name}": value for name, value in asked.items()}
+        compiled = torch.compile(layer, backend="megamoe", fullgraph=True, options=settings)
         rows = x.clone().requires_grad_()
         output = compiled(rows)
         output.backward(gradient)
         weights = [layer.w1.grad, layer.w2.grad, layer.w3.grad]
         results.append([output.detach(), rows.grad, *weights])
-    ratios = [decibels(exact, wire) for exact, wire in zip(*results, strict=True)]
+    ratios = [decibels(exact, other) for exact, other in zip(*results, strict=True)]
     return ratios[0], ratios[1], min(ratios[2:])
 
 
 def decibels(exact, other):
     error = (exact.double() - other.double()).square().sum()
     return 10 * math.log10(exact.double().square().sum() / error)
+
+
+def check_signal(pool, codegen, options, floors):
+    for measured in pool.run(signal_to_noise, codegen, options):
+        assert all(ratio >= floor for ratio, floor in zip(measured, floors, strict=True)), measured
 
 
 FLOORS = [
@@ -89,5 +90,5 @@ FLOORS = [
 
 @pytest.mark.parametrize(("wires", "floors", "codegen"), exhaustive_but(FLOORS[:3], FLOORS))
 def test_routed_output_and_gradients_keep_their_signal(two_ranks, wires, floors, codegen):
-    for measured in two_ranks.run(signal_to_noise, codegen, *wires):
-        assert all(ratio >= floor for ratio, floor in zip(measured, floors, strict=True)), measured
+    options = dict(zip(("dispatch_wire", "combine_wire"), wires, strict=True))
+    check_signal(two_ranks, codegen, options, floors)

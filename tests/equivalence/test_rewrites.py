@@ -1,13 +1,13 @@
 """The check's programs, one for every rewrite: by gloo, and on GPUs by NCCL.
 
 Slow are those for which ranks have to differ, or for which mirrored ones (`test_covering.py`) have
-no choice. `megamoe check` runs them all.
+no choice. `python -m benchmarks.node` runs them all.
 """
 
 import pytest
 import torch
 
-from moe_compile.check.bits import PROGRAMS, items_for, run_item
+from moe_compile.testing.programs.every_rewrite import PROGRAMS, items_for, run_item
 from moe_compile.testing.programs.grammar import NUM_RANKS
 from moe_compile.testing.programs.judge import Outcome, judgement_of
 from tests.slow_parameters import exhaustive_but

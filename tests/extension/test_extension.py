@@ -43,14 +43,17 @@ def python(target, call, *arguments):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("installed")
-    install(folder, package=TRANSPORT)
-    return install(folder)
+    return install(tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture(scope="module")
-def as_it_is(installed):
-    return python(installed, "identity()")
+def both(installed):
+    return install(installed.parent, package=TRANSPORT)
+
+
+@pytest.fixture(scope="module")
+def as_it_is(both):
+    return python(both, "identity()")
 
 
 PRICED = {"equal_tokens": True, "hardware": "h100"}
@@ -65,8 +68,8 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs(installed):
-    results = python(installed, "run_all()", json.dumps(list(RUNS.values())))
+def runs(both):
+    results = python(both, "run_all()", json.dumps(list(RUNS.values())))
     return dict(zip(RUNS, results, strict=True))
 
 
@@ -127,9 +130,10 @@ def test_what_a_transport_lacks_is_said_and_the_exchange_stays(runs):
     assert run["reported"][0]["applied"] and run["reported"][0]["measures"] == {}
 
 
-def test_a_profile_is_known_by_its_name(as_it_is):
-    assert as_it_is["profile"] == "two nodes"
-    assert "Did you mean 'two_nodes'" in as_it_is["unknown"]
+def test_a_profile_is_known_by_its_name(installed):
+    found = python(installed, "identity()")
+    assert found["profile"] == "two nodes"
+    assert "Did you mean 'two_nodes'" in found["unknown"]
 
 
 @pytest.mark.slow

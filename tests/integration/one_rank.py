@@ -16,8 +16,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from tests.integration.titan_jobs import ONE_TEXT, STOCK, train
-from torchtitan_integration.layout import DEGREES, KEYS, Layout
+from tests.integration.titan_jobs import ONE_TEXT, STOCK, keys_of, train
+from torchtitan_integration.layout import Layout
 
 GLOBAL_BATCH = 8
 STEPS = 3
@@ -138,20 +138,13 @@ def _descend(trainer):
 
 def settings_of(layout):
     """Return a job on `layout`, by TOML key, with the same sequences a step as on any other."""
-    settings = {key: getattr(layout, name) for name, key in KEYS.items()}
-    settings |= EXACT | {"training.local_batch_size": GLOBAL_BATCH // shards_of(layout)}
+    settings = keys_of(layout) | EXACT
+    settings |= {"training.local_batch_size": GLOBAL_BATCH // shards_of(layout)}
     return settings | ({"model.flavor": PIPELINE} if layout.pp > 1 else {})
 
 
 def shards_of(layout):
     return layout.dp_replicate * layout.dp_shard
-
-
-def num_ranks(layout):
-    ranks = 1
-    for name in DEGREES:
-        ranks *= getattr(layout, name)
-    return ranks
 
 
 def trained(pool, ranks, folder, *changes, descends=False):

@@ -15,9 +15,16 @@ import pytest
 from moe_compile.cli import main, new_parser
 from moe_compile.errors import InvalidConfig
 from moe_compile.report.process_report import report_of
-from torchtitan_integration.job_checks import OUR_FLAGS, check_job, check_ranks, notes_on
+from torchtitan_integration.job_checks import OUR_FLAGS, checked_ranks, notes_on
 from torchtitan_integration.job_config import asks_for_megamoe, with_model_compiled
-from torchtitan_integration.job_file import find_job, load_job, num_ranks, rank_with_loss, recipes
+from torchtitan_integration.job_file import (
+    find_job,
+    layout_faults,
+    num_ranks,
+    rank_with_loss,
+    read_job,
+    recipes,
+)
 from torchtitan_integration.launch import (
     ON_GPUS,
     allow_open_files,
@@ -138,7 +145,7 @@ def test_a_wrong_flag_is_refused_like_the_same_words_in_the_file(tmp_path, capsy
 def test_right_flags_pass(tmp_path):
     path = write(tmp_path, f"{OURS}[megamoe]\nchunks = 2\n")
     flags = ["--megamoe.no-strict", "--megamoe.schedule", "--megamoe.chunks", "4"]
-    job = load_job(path, [*flags, "--megamoe.disable-passes", "a,b"])
+    job = read_job(path, [*flags, "--megamoe.disable-passes", "a,b"])
     assert job.read("megamoe.chunks") == "4"
     assert job.read("megamoe.schedule") is True and job.read("megamoe.strict") is False
 
@@ -185,23 +192,23 @@ def test_with_another_torchtitan_the_user_is_told_which_and_why_in_one_line(tmp_
 def test_ranks_are_the_product_of_the_degrees_and_overrides_win(tmp_path):
     text = "[parallelism]\ndata_parallel_shard_degree = 2\ntensor_parallel_degree = 2\n"
     path = write(tmp_path, text)
-    assert num_ranks(load_job(path, [])) == 4
-    assert num_ranks(load_job(path, ["--parallelism.data_parallel_shard_degree", "4"])) == 8
-    assert num_ranks(load_job(path, ["--parallelism.tensor-parallel-degree=1"])) == 2
+    assert num_ranks(read_job(path, [])) == 4
+    assert num_ranks(read_job(path, ["--parallelism.data_parallel_shard_degree", "4"])) == 8
+    assert num_ranks(read_job(path, ["--parallelism.tensor-parallel-degree=1"])) == 2
 
 
 def test_the_rank_that_prints_the_loss_is_shown(tmp_path):
     path = write(tmp_path, "[parallelism]\npipeline_parallel_degree = 4\n")
-    assert rank_with_loss(load_job(path, []), 8) == 6
+    assert rank_with_loss(read_job(path, []), 8) == 6
     command = train_command(path, 8, [], tmp_path, shown_rank=6)
     assert command[command.index("--local-ranks-filter") + 1] == "6"
-    assert rank_with_loss(load_job(write(tmp_path, ""), []), 8) == 0
+    assert rank_with_loss(read_job(write(tmp_path, ""), []), 8) == 0
 
 
 def test_a_degree_left_open_asks_for_nproc(tmp_path):
     path = write(tmp_path, "[parallelism]\nexpert_parallel_degree = 2\n")
     with pytest.raises(InvalidConfig, match=re.escape("--nproc N")):
-        num_ranks(load_job(path, []))
+        num_ranks(read_job(path, []))
 
 
 def test_fewer_gpus_than_ranks_means_the_cpu(monkeypatch):
@@ -300,7 +307,7 @@ def test_a_list_is_read_of_the_file_and_of_a_flag_and_printed_as_toml_writes_it(
     text = OURS.replace("[model]\n", f"[model]\n{listed}")
     degrees = "[parallelism]\ndata_parallel_shard_degree = 2\nexpert_parallel_degree = 2\n"
     with pytest.raises(InvalidConfig) as said:
-        load_job(write(tmp_path, text + degrees), flags)
+        checked_ranks(read_job(write(tmp_path, text + degrees), flags), None, is_run=False)
     assert 'write model.converters = ["quantize.linear.float8"]' in str(said.value)
 
 
@@ -310,14 +317,14 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
         "expert_parallel_comm_backend = 'deepep'\n"
     )
     with pytest.raises(InvalidConfig) as said:
-        load_job(write(tmp_path, OURS + text), [])
+        checked_ranks(read_job(write(tmp_path, OURS + text), []), None, is_run=False)
     assert "tensor_parallel_degree = 1" in str(said.value)
     assert 'expert_parallel_comm_backend = "standard"' in str(said.value)
 
 
 def test_another_backend_is_not_our_business(tmp_path):
     text = OURS.replace("megamoe", "inductor") + "[parallelism]\ncontext_parallel_degree = 2\n"
-    load_job(write(tmp_path, text), [])
+    assert list(layout_faults(read_job(write(tmp_path, text), []))) == []
 
 
 @pytest.fixture
@@ -453,20 +460,19 @@ def test_an_unknown_flavor_is_answered_by_those_there_are(tmp_path):
 def test_every_recipe_is_a_job_without_a_fault():
     pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
     for name in recipes():
-        job = load_job(find_job(name), [])
-        check_job(job, is_run=False)
+        job = read_job(find_job(name), [])
+        assert checked_ranks(job, None, is_run=False) == num_ranks(job)
         assert list(notes_on(job)) == []
-        assert check_ranks(job, None, "--nproc") == num_ranks(job)
 
 
 def test_experts_that_no_rank_shares_are_remarked_on(tmp_path):
     text = RIGHT.replace("expert_parallel_degree = 2", "expert_parallel_degree = 1")
-    (note,) = notes_on(load_job(write(tmp_path, text), []))
+    (note,) = notes_on(read_job(write(tmp_path, text), []))
     assert "no exchange to hide" in note
     assert "write parallelism.expert_parallel_degree = 2" in note
     ulysses = ["--parallelism.context_parallel_degree=2"]
-    assert list(notes_on(load_job(tmp_path / "job.toml", ulysses))) == []
-    (note,) = notes_on(load_job(write(tmp_path, RIGHT), ["--compile.no-enable"]))
+    assert list(notes_on(read_job(tmp_path / "job.toml", ulysses))) == []
+    (note,) = notes_on(read_job(write(tmp_path, RIGHT), ["--compile.no-enable"]))
     assert "write compile.enable = true" in note
 
 
@@ -475,7 +481,7 @@ def test_the_model_is_compiled_though_the_file_names_the_loss_alone(tmp_path):
     nowhere."""
     text = RIGHT.replace("enable = true", 'enable = true\ncomponents = ["loss"]')
     for flags in ([], ["--compile.components=loss"]):
-        (note,) = notes_on(load_job(write(tmp_path, text), flags))
+        (note,) = notes_on(read_job(write(tmp_path, text), flags))
         assert 'write compile.components = ["model", "loss"]' in note
     compile_ = dataclasses.make_dataclass("Compile", ["enable", "backend", "components"])
     titan = dataclasses.make_dataclass("Job", ["compile"])

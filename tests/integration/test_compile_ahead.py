@@ -12,8 +12,8 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 from moe_compile.report.process_report import REPORT
 from moe_compile.runtime.rerun import RERUN
 from tests.integration.layout_table import TESTED
-from tests.integration.one_rank import Recorder, num_ranks, settings_of
-from tests.integration.titan_jobs import OURS, train
+from tests.integration.one_rank import Recorder, settings_of
+from tests.integration.titan_jobs import OURS, ranks_of, train
 from tests.scheduled_layers import one_rank_group
 from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.compile_ahead import microbatches_alone, run_and_forget
@@ -46,9 +46,9 @@ class AsTheyCome(Recorder):
 
 def run(pool_for, layout, folder, recorder):
     folder.mkdir()
-    ranks = num_ranks(layout)
-    job = (settings_of(layout), OURS)
-    train(pool_for(ranks), ranks, folder, *job, recorder=recorder(folder, descends=False))
+    settings = settings_of(layout)
+    ranks = ranks_of(settings)
+    train(pool_for(ranks), ranks, folder, settings, OURS, recorder=recorder(folder, descends=False))
     return ranks
 
 

@@ -20,7 +20,7 @@ import torchtitan_integration.register  # noqa: F401
 from moe_compile.cost.hop_shape import HopShape
 from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.flavors import FLAVORS
-from torchtitan_integration.job_file import load_job, num_ranks, recipes
+from torchtitan_integration.job_file import num_ranks, read_job, recipes
 from torchtitan_integration.launch import ON_GPUS
 from torchtitan_integration.layout import read_layout
 
@@ -36,7 +36,7 @@ CHOSEN = [p for p in CLUSTER if any(size in p.stem for size in ("671b_1024", "35
 def test_torchtitan_and_megamoe_take_every_key(path):
     job = ConfigManager().parse_args([f"--job.config_file={path}"])
     flavor = get_train_spec(job.model.name).model_args[job.model.flavor]
-    layout = read_layout(load_job(path, []).read)
+    layout = read_layout(read_job(path, []).read)
     local, rest = divmod(flavor.moe_args.num_experts, layout.ep)
     assert rest == 0 and local >= 2
     known = {key for section, table in tomllib.loads(path.read_text()).items() for key in table}
@@ -47,7 +47,7 @@ def test_torchtitan_and_megamoe_take_every_key(path):
 @pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
 def test_degrees_make_the_machine_of_the_name(path):
     (gpus,) = re.findall(r"_(\d+)gpu$", path.stem)
-    assert num_ranks(load_job(path, [])) == int(gpus)
+    assert num_ranks(read_job(path, [])) == int(gpus)
 
 
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)
@@ -67,7 +67,7 @@ def test_the_table_of_recipes_has_every_one_with_its_degrees():
     table = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*) \|", degrees_of, re.MULTILINE))
     assert set(recipes()) <= set(table)
     for path in CONFIGS:
-        layout = read_layout(load_job(path, []).read)
+        layout = read_layout(read_job(path, []).read)
         degrees = {"PP": layout.pp, "TP": layout.tp, "EP": layout.ep}
         said = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
         assert table[path.stem] == said

@@ -25,7 +25,7 @@ from tests.report.test_page import data_of
 from torchtitan_integration.dry_run.layers import beside
 from torchtitan_integration.dry_run.stages import measure_stages
 from torchtitan_integration.dry_run.world import fake_rank
-from torchtitan_integration.job_file import load_job
+from torchtitan_integration.job_file import read_job
 from torchtitan_integration.parallelize import apply_model_parallelism, bytes_held
 
 DEGREE = "parallelism.{}_degree".format
@@ -266,7 +266,7 @@ def test_other_ways_are_traced_in_copies_of_the_process(monkeypatch, cpus, has_g
 def held_twice(_, world, arguments):
     """Return the bytes that a rank holds of a job, by the dry run and by training."""
     begin_again()
-    file = load_job(CONFIG, arguments)
+    file = read_job(CONFIG, arguments)
     (state,) = measure_stages(file, world, lambda _: None).states
     with fake_rank(file, world, 0) as rank:
         rank.job.compile.enable = False

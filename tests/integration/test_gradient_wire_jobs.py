@@ -9,8 +9,9 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 from moe_compile.errors import InvalidConfig
 from tests.integration import reduce_scatter_spy
 from tests.integration.titan_jobs import CONFIG, OURS, train
+from torchtitan_integration.job_checks import checked_ranks
 from torchtitan_integration.job_config import MegaMoE, compile_options, options_of
-from torchtitan_integration.job_file import load_job
+from torchtitan_integration.job_file import read_job
 
 WIRE = {"megamoe.gradient_wire": "bf16_fp32_sum"}
 FLAG = ["--megamoe.gradient_wire", "bf16_fp32_sum"]
@@ -65,10 +66,10 @@ def test_graphs_of_a_job_keep_the_reduce_scatters_of_tensor_parallelism():
 )
 def test_what_cannot_be_is_refused_before_a_rank_starts(monkeypatch, flags, message):
     with pytest.raises(InvalidConfig) as by_flag:
-        load_job(CONFIG, [*FLAG, *flags])
+        checked_ranks(read_job(CONFIG, [*FLAG, *flags]), None, is_run=False)
     assert message in str(by_flag.value)
-    load_job(CONFIG, FLAG)
+    assert checked_ranks(read_job(CONFIG, FLAG), None, is_run=False) == 2
     monkeypatch.setenv("MEGAMOE_GRADIENT_WIRE", "bf16_fp32_sum")
     with pytest.raises(InvalidConfig) as by_variable:
-        load_job(CONFIG, flags)
+        checked_ranks(read_job(CONFIG, flags), None, is_run=False)
     assert message in str(by_variable.value)

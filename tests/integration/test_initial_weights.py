@@ -8,12 +8,11 @@ import pytest
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.testing.rank_pool import meeting_point
-from tests.integration.titan_jobs import SMALL, STOCK, flags_of, train
+from tests.integration.titan_jobs import SMALL, STOCK, flags_of, small_job, train
 from tests.slow_parameters import exhaustive_but
 from torchtitan_integration.layout import KEYS, Layout
 
 ONE_STEP = {**STOCK, "training.steps": 1}
-PIPELINE = {"model.flavor": "tiny_pipeline", "training.local_batch_size": 4}
 LAYOUTS = {
     "two ranks": (2, Layout(dp_shard=2, ep=2)),
     "three ranks, which divide nothing": (3, Layout(dp_shard=3)),
@@ -70,12 +69,10 @@ def test_two_ranks_that_train_with_megamoe_start_from_the_weights_of_one(plain_j
 )
 def test_a_seed_gives_the_same_weights_in_every_layout(four_ranks, tmp_path, alone, name):
     ranks, layout = LAYOUTS[name]
-    settings = {key: getattr(layout, field) for field, key in KEYS.items()}
-    settings |= {key: SMALL[key] for key in ("training.seq_len", "training.local_batch_size")}
-    flavor = PIPELINE if layout.pp > 1 else {}
-    found = train(four_ranks, ranks, tmp_path, settings, flavor, ONE_STEP)
+    settings = small_job(layout)
+    found = train(four_ranks, ranks, tmp_path, settings, ONE_STEP)
     weights = {k: v for rank in found for k, v in rank.parameters.items()}
-    assert weights == alone(flavor.get("model.flavor", "tiny"))
+    assert weights == alone(settings.get("model.flavor", "tiny"))
     assert all(rank.parameters.items() <= weights.items() for rank in found)
 
 

@@ -13,9 +13,17 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.errors import InvalidConfig
 from tests.integration.layout_table import TESTED, has_mended_gradients, table
-from tests.integration.titan_jobs import NOT_COMPILED, OURS, SMALL, STEPS, STOCK, train
+from tests.integration.titan_jobs import (
+    NOT_COMPILED,
+    OURS,
+    STEPS,
+    STOCK,
+    ranks_of,
+    small_job,
+    train,
+)
 from tests.slow_parameters import exhaustive_but
-from torchtitan_integration.layout import DEGREES, KEYS, Layout, check_layout
+from torchtitan_integration.layout import KEYS, Layout, check_layout
 
 ROOT = Path(__file__).parents[2]
 CHOSEN = tuple(TESTED[i] for i in (4, 8, 11, 14, 19, 23, 26))
@@ -31,31 +39,16 @@ def plain(pool_for, tmp_path_factory):
     @functools.cache
     def run(items):
         settings = dict(items)
-        folder, ranks = tmp_path_factory.mktemp("plain"), num_ranks(settings)
+        folder, ranks = tmp_path_factory.mktemp("plain"), ranks_of(settings)
         return train(pool_for(ranks), ranks, folder, settings)
 
     return lambda *changes: run(tuple({k: v for c in changes for k, v in c.items()}.items()))
 
 
-def settings_of(layout):
-    settings = {key: getattr(layout, name) for name, key in KEYS.items()}
-    settings |= {key: SMALL[key] for key in ("training.seq_len", "training.local_batch_size")}
-    if layout.pp > 1:
-        settings |= {"model.flavor": "tiny_pipeline", "training.local_batch_size": 4}
-    return settings
-
-
-def num_ranks(settings):
-    ranks = 1
-    for name in DEGREES:
-        ranks *= settings[KEYS[name]]
-    return ranks
-
-
 @pytest.mark.parametrize("layout", exhaustive_but(CHOSEN, TESTED), ids=map(str, range(len(TESTED))))
 def test_losses_and_placements_are_torchtitans(pool_for, plain, tmp_path, layout):
-    settings = settings_of(layout)
-    ranks = num_ranks(settings)
+    settings = small_job(layout)
+    ranks = ranks_of(settings)
     theirs = right = plain(settings, NO_CHECKPOINTING, STOCK)
     if has_mended_gradients(layout):
         right = plain(settings, NO_CHECKPOINTING, NOT_COMPILED)

@@ -17,8 +17,8 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 from moe_compile.errors import InvalidConfig
 from tests.integration.titan_jobs import train
 from tests.slow_parameters import exhaustive_but
-from torchtitan_integration.job_checks import check_job, check_ranks
-from torchtitan_integration.job_file import load_job
+from torchtitan_integration.job_checks import checked_ranks
+from torchtitan_integration.job_file import read_job
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((Path(__file__).parent / "official").glob("*.toml"))
@@ -100,10 +100,9 @@ def test_three_keys_make_it_a_job_without_a_fault(tmp_path, path):
     written = with_three_keys(path, tmp_path)
     if path.stem in REFUSED:
         with pytest.raises(InvalidConfig, match=REFUSED[path.stem]):
-            load_job(written, [])
-    job = load_job(written, as_said(path))
-    check_job(job, is_run=False)
-    assert check_ranks(job, machine_of(path), "--nproc") == machine_of(path)
+            checked_ranks(read_job(written, []), None, is_run=False)
+    job = read_job(written, as_said(path))
+    assert checked_ranks(job, machine_of(path), is_run=False) == machine_of(path)
     assert job.content["compile"]["backend"] == "megamoe" and job.content["compile"]["enable"]
 
 

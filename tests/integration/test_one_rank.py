@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from tests.integration.layout_table import TESTED, ULYSSES, WITHOUT_EP
-from tests.integration.one_rank import GLOBAL_BATCH, alone, faults, num_ranks, settings_of, trained
-from tests.integration.titan_jobs import NOT_COMPILED, OURS, STOCK
+from tests.integration.one_rank import GLOBAL_BATCH, alone, faults, settings_of, trained
+from tests.integration.titan_jobs import NOT_COMPILED, OURS, STOCK, ranks_of
 from torchtitan_integration.layout import Layout
 
 LAYOUTS = (*TESTED, *ULYSSES, *WITHOUT_EP)
@@ -54,7 +54,7 @@ def against_one_rank(pool_for, tmp_path_factory):
     def run(layout, *changes, descends=False, **bounds):
         settings = {key: v for c in (settings_of(layout), *changes) for key, v in c.items()}
         expected = one(tuple(alone(layout, settings).items()), descends)
-        folder, ranks = tmp_path_factory.mktemp("job"), num_ranks(layout)
+        folder, ranks = tmp_path_factory.mktemp("job"), ranks_of(settings)
         found = trained(pool_for(ranks), ranks, folder, settings, descends=descends)
         return found, faults(found[1], expected, layout, **bounds)
 

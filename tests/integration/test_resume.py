@@ -9,8 +9,8 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.errors import InvalidConfig
 from tests.integration.test_cli import RIGHT, write
-from torchtitan_integration.job_checks import check_job
-from torchtitan_integration.job_file import load_job
+from torchtitan_integration.job_checks import checked_ranks
+from torchtitan_integration.job_file import read_job
 
 SAVES = f"{RIGHT}[checkpoint]\nenable = true\n".replace("[training]", "[training]\nsteps = 4")
 
@@ -23,7 +23,7 @@ def answer(tmp_path, monkeypatch):
 
     def ask(*flags):
         try:
-            check_job(load_job(write(tmp_path, SAVES), list(flags)), is_run=True)
+            checked_ranks(read_job(write(tmp_path, SAVES), list(flags)), None, is_run=True)
         except InvalidConfig as error:
             return str(error)
         return ""

@@ -23,10 +23,12 @@ from tests.integration.titan_jobs import (
     STEPS,
     STOCK,
     flags_of,
+    keys_of,
+    ranks_of,
     train,
 )
 from tests.slow_parameters import exhaustive_but
-from torchtitan_integration.layout import DEGREES, KEYS, Layout
+from torchtitan_integration.layout import Layout
 from torchtitan_integration.parallelize import parallelize
 
 GLOBAL_BATCH = 4
@@ -37,13 +39,9 @@ ONE_KV_HEAD = "the local KV heads do not divide into equal groups (one local KV 
 
 
 def settings_of(layout, flavor="tiny"):
-    settings = {key: getattr(layout, name) for name, key in KEYS.items()}
-    settings["training.local_batch_size"] = GLOBAL_BATCH // (layout.dp_shard * layout.dp_replicate)
-    return {**settings, "model.flavor": flavor, **SMALL_STEPS}
-
-
-def num_ranks(settings):
-    return functools.reduce(lambda ranks, name: ranks * settings[KEYS[name]], DEGREES, 1)
+    local = GLOBAL_BATCH // (layout.dp_shard * layout.dp_replicate)
+    own = {"training.local_batch_size": local, "model.flavor": flavor}
+    return {**keys_of(layout), **own, **SMALL_STEPS}
 
 
 def fsdp(ranks, model="deepseek_v3", flavor="tiny"):
@@ -60,7 +58,7 @@ def trained(pool_for, tmp_path_factory):
     @functools.cache
     def run(items, changes):
         settings, folder = dict(items), tmp_path_factory.mktemp("job")
-        ranks = num_ranks(settings)
+        ranks = ranks_of(settings)
         return train(pool_for(ranks), ranks, folder, settings, SAVES, dict(changes)), folder
 
     return lambda settings, changes: run(tuple(settings.items()), tuple(changes.items()))
@@ -108,7 +106,7 @@ def test_a_wide_latent_is_not_gathered_and_losses_are_the_same(trained):
 def resume(pool_for, folder, before, settings, *changes):
     """Go on from step 2 of the run that wrote into `before`."""
     shutil.copytree(before / "checkpoint/step-2", folder / "checkpoint/step-2")
-    ranks = num_ranks(settings)
+    ranks = ranks_of(settings)
     return train(pool_for(ranks), ranks, folder, settings, SAVES, *changes)[0]
 
 

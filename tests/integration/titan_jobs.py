@@ -4,12 +4,14 @@ A job is the debug TOML with flags. Every rank tells what torchtitan printed and
 """
 
 import importlib
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_compile.testing.rank_pool import meeting_point
+from torchtitan_integration.layout import DEGREES, KEYS
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "torchtitan_integration/configs/deepseek_v3_debug_cpu.toml"
@@ -29,6 +31,7 @@ SMALL = {
     "megamoe.report": "",
     "metrics.disable_color_printing": True,
 }
+PIPELINE = {"model.flavor": "tiny_pipeline", "training.local_batch_size": 4}
 ONE_TEXT = {"training.dataset_path": "one_stream"}
 OURS = {"megamoe.codegen": "fx", "megamoe.chunks": 2, "megamoe.strict": True}
 STOCK = {"compile.enable": False}
@@ -116,6 +119,22 @@ def train(pool, ranks, folder, *changes, renewed=True, base=SMALL, recorder=None
         settings.update(change)
     store = meeting_point()
     return pool.run(_train, ranks, store.port, flags_of(settings), recorder)[:ranks]
+
+
+def keys_of(layout):
+    """Return the settings that lay a job out so, by TOML key."""
+    return {key: getattr(layout, name) for name, key in KEYS.items()}
+
+
+def small_job(layout):
+    """Return the settings of the small job on a layout."""
+    sizes = {key: SMALL[key] for key in ("training.seq_len", "training.local_batch_size")}
+    return keys_of(layout) | sizes | (PIPELINE if layout.pp > 1 else {})
+
+
+def ranks_of(settings):
+    """Return the number of ranks that the degrees in `settings` multiply to."""
+    return math.prod(settings[KEYS[name]] for name in DEGREES)
 
 
 def flags_of(settings):

@@ -45,7 +45,7 @@ CASTS = {
 """Types by the names Triton gives them."""
 NUM_ROWS = st.integers(0, 40)
 SEEDS = st.integers(0, 2**31)
-EXAMPLES = settings(max_examples=100, deadline=None)
+EXAMPLES = settings(max_examples=40 if DEVICE == "cpu" else 100, deadline=None)
 INDICES = st.sampled_from([None, torch.int32, torch.int64])
 
 

@@ -18,16 +18,16 @@ from moe_compile.ops.kernels.product_operands import (
     zero_rows_behind,
 )
 from moe_compile.ops.kernels.weight_gradient import columns_by_block, weight_gradient
-from moe_compile.ops.product_errors import (
+from moe_compile.ops.product_formats import ELEMENTS, FORMATS, quantized_rows, quantized_weight
+from moe_compile.ops.scaled_products import message_rows, scaled_grouped_mm
+from moe_compile.ops.weight_gradients import quantize_columns, scaled_weight_gradient
+from moe_compile.ops.wire_format import BLOCK, row_bytes
+from moe_compile.testing.product_errors import (
     IN_FLOAT32,
     IN_TENSOR_CORES,
     product_error_bound,
     weight_gradient_error_bound,
 )
-from moe_compile.ops.product_formats import ELEMENTS, FORMATS, quantized_rows, quantized_weight
-from moe_compile.ops.scaled_products import message_rows, scaled_grouped_mm
-from moe_compile.ops.weight_gradients import quantize_columns, scaled_weight_gradient
-from moe_compile.ops.wire_format import BLOCK, row_bytes
 from tests.ops.kernel_values import (
     DEVICE,
     EXAMPLES,

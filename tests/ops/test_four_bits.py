@@ -17,9 +17,9 @@ from moe_compile.ops.four_bits import (
     quantized_vectors,
     scales_of,
 )
-from moe_compile.ops.product_errors import product_error_bound
 from moe_compile.ops.product_formats import ELEMENTS, FORMATS
 from moe_compile.ops.scaled_products import QUANTIZE_ROWS, QUANTIZE_WEIGHT, SCALED_GROUPED_MM
+from moe_compile.testing.product_errors import product_error_bound
 
 E2M1 = ELEMENTS["e2m1"]
 

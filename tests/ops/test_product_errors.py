@@ -5,15 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_compile.ops.product_errors import (
-    IN_TENSOR_CORES,
-    product_error_bound,
-    weight_gradient_error_bound,
-)
 from moe_compile.ops.product_formats import FORMATS
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE
 from moe_compile.ops.scaled_products import QUANTIZE_ROWS, QUANTIZE_WEIGHT, SCALED_GROUPED_MM
 from moe_compile.ops.weight_gradients import QUANTIZE_COLUMNS, SCALED_WEIGHT_GRADIENT
+from moe_compile.testing.product_errors import (
+    IN_TENSOR_CORES,
+    product_error_bound,
+    weight_gradient_error_bound,
+)
 
 WAYS = [(recipe, element) for recipe in FORMATS for element in FORMATS[recipe].elements]
 

@@ -18,6 +18,9 @@ from moe_compile.errors import ContractViolation, InvalidConfig
 from moe_compile.graph.snapshot import copy_of_graph
 from moe_compile.journal.entries import Dropped, PassReport
 from moe_compile.journal.reasons import Reason
+from moe_compile.report.explain import short_lines
+from moe_compile.report.page import page_data
+from moe_compile.report.process_report import ProcessReport
 from moe_compile.testing.rank_pool import forget_compiled
 from passes.contract import GraphPass
 from passes.pipeline import (
@@ -253,6 +256,21 @@ def test_a_region_of_a_checkpointed_function_has_the_name_of_its_body_too(fake_r
         "wrap_body_0/region 0": 2, "wrap_body_1/region 0": 1,
     }  # fmt: skip
     assert Reason.DISABLED.value in found["wrap_body_1/region 0"].remarks
+
+
+def test_a_region_that_no_graph_has_is_said_at_the_end(two_layers):
+    entries = ("rewrite_regions:region 1", "rewrite_regions:region 7")
+    config = MegaMoEConfig(hardware="cpu", disable_passes=entries)
+    text = "disable_passes: {!r} has no effect, since no graph has this region; {}"
+    report = ProcessReport()
+    report.add(rewrite(make_fx(program)(TOKENS), config)[1], "", "cpu")
+    *_, one, other, _ = short_lines(report.as_dict())
+    assert [one, other] == [text.format(entry, "there are no regions") for entry in entries]
+    report.add(rewrite(two_layers(), config)[1], "", "cpu")
+    *_, before, line, _ = short_lines(report.as_dict())
+    assert line == text.format(entries[1], "the regions are region 0, region 1")
+    assert not before.startswith("disable_passes")
+    assert page_data(report.as_dict())["notes"] == [line]
 
 
 @pytest.mark.parametrize(

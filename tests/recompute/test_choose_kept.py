@@ -29,7 +29,7 @@ from moe_compile.report.explain import short_lines
 from moe_compile.report.process_report import record_of, report_of
 from passes.pipeline import JOINT
 from tests.block_layers import WIDTH
-from tests.capture import dynamo_graphs
+from tests.capture import graphs_traced_once
 from tests.layers import GroupedExperts
 
 TOKENS = 64
@@ -71,7 +71,7 @@ class Checkpointed(Block):
 def captured(layer, **options):
     """Return the graph of a layer, its inputs, and the state for it."""
     x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    gm, *_ = dynamo_graphs(layer, x)
+    gm, *_ = graphs_traced_once(layer, x)
     given = {"hardware": "h100", "chunks": 1, "equal_tokens": True, "recompute": "price"}
     state, _ = rewrite(gm, MegaMoEConfig(**{**given, **options}))
     return gm, [value_of(node) for node in gm.graph.find_nodes(op="placeholder")], state

@@ -16,7 +16,7 @@ from moe_compile.graph.query import is_launch, overload_name, value_of
 from moe_compile.journal.reasons import Reason
 from moe_compile.report.explain import short_lines
 from moe_compile.report.process_report import report_of
-from tests.capture import dynamo_graphs
+from tests.capture import graphs_traced_once
 from tests.layers import GroupedExperts, LoopExperts
 
 TOKENS, WIDTH, HEADS, HEAD_WIDTH, LATENT = 60, 64, 4, 16, 24
@@ -105,7 +105,7 @@ class Checkpointed(Block):
 def traced(layer, *names, **options):
     """Return both graphs, and the journal's record of the parts; None without names."""
     x = torch.randn(TOKENS, WIDTH, dtype=BF16, requires_grad=True)
-    gm, *_ = dynamo_graphs(layer, x)
+    gm, *_ = graphs_traced_once(layer, x)
     given = {"hardware": "h100", "chunks": 1, "equal_tokens": True, "recompute_modules": names}
     state, compilation = rewrite(gm, MegaMoEConfig(**{**given, **options}))
     inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
@@ -134,7 +134,7 @@ def beyond(more, less):
     return [one for one in more if not (one in left and not left.remove(one))]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain(fake_ranks):
     return traced(Block(fake_ranks))
 

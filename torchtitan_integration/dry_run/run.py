@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_compile.errors import InvalidConfig
+from moe_compile.report.compilations import regions_not_found
 from moe_compile.report.explain import lines_of_named_parts, names_without_effect
 from moe_compile.report.page import json_of, write_whole
 from moe_compile.report.process_report import report_of
@@ -67,7 +68,8 @@ def print_layers(traced: Sequence[Traced], console: Console) -> None:
             console.print(f"  exposed share: {_exposed_share(layer)}")
         if layer.choices:
             console.print(_choices(layer))
-    for line in names_without_effect(_passes(traced)):
+    left_out = regions_not_found([layer.compilation for layer in traced])
+    for line in (*names_without_effect(_passes(traced)), *left_out):
         console.print(line, highlight=False)
 
 

@@ -68,6 +68,32 @@ def locate_blocks(
     return row, source, block, block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
+@triton.jit
+def load_message_blocks(
+    messages: tl.tensor,  # [num_sources, MESSAGE] bytes
+    num_sources: tl.tensor,
+    source: tl.tensor,
+    block: tl.tensor,
+    column: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,  # per row
+    MESSAGE: tl.constexpr,  # bytes of a message
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the payload and the scale of blocks as `locate_blocks` has them.
+
+    Blocks of messages from `num_sources` on are zeros.
+    """
+    words = MESSAGE // SCALE_SIZE  # the last BLOCKS words of a message are its scales
+    scales = messages.to(tl.pointer_type(tl.float32), bitcast=True)
+    is_there = source < num_sources
+    place = scales + source * words + (words - BLOCKS + block)
+    is_read = is_there[:, None]
+    if BLOCKS * COLUMNS != WIDTH:
+        is_read &= column < WIDTH
+    pointers = messages + source[:, None] * MESSAGE + column
+    return tl.load(pointers, mask=is_read, other=0), tl.load(place, mask=is_there, other=0.0)
+
+
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 """All bits of a float32 but its sign."""
 
@@ -175,18 +201,10 @@ def unpack_dequantize_kernel(
 ) -> None:
     """Unpack the blocks of one tile."""
     row, source, block, column = locate_blocks(index, num_rows, num_sources, BLOCKS)
-
-    words = MESSAGE // SCALE_SIZE  # the last BLOCKS words of a message are its scales
-    first_scale = words - BLOCKS
-    scales = messages.to(tl.pointer_type(tl.float32), bitcast=True)
-    scale = tl.load(scales + source * words + (first_scale + block))
-
-    pointers = messages + source[:, None] * MESSAGE + column
+    payload, scale = load_message_blocks(
+        messages, num_sources, source, block, column, WIDTH, BLOCKS, MESSAGE
+    )
     targets = rows + row[:, None] * WIDTH + column
-    if BLOCKS * COLUMNS == WIDTH:
-        payload = tl.load(pointers)
-    else:
-        payload = tl.load(pointers, mask=column < WIDTH, other=0)
     value = payload.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
     if BLOCKS * COLUMNS == WIDTH:
         tl.store(targets, value.to(rows.dtype.element_ty))

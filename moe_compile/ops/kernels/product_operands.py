@@ -26,9 +26,9 @@ from moe_compile.ops.kernels.pack_rows import (
     COLUMNS,
     MAGNITUDE,
     NUM_WARPS,
-    SCALE_SIZE,
     TILE_BLOCKS,
     element_constants,
+    load_message_blocks,
     locate_blocks,
 )
 from moe_compile.ops.product_formats import ELEMENTS, Element
@@ -159,18 +159,15 @@ def split_messages_kernel(
 ) -> None:
     """Copy the blocks of one tile, and their scales."""
     row, source, block, column = locate_blocks(index, num_rows, num_sources, BLOCKS)
-    words = MESSAGE // SCALE_SIZE  # the last BLOCKS words of a message are its scales
-    came = messages.to(tl.pointer_type(tl.float32), bitcast=True)
-    is_there = source < num_sources
-    place = came + source * words + (words - BLOCKS + block)
-    tl.store(scales + row * BLOCKS + block, tl.load(place, mask=is_there, other=0.0))
-    pointers = messages + source[:, None] * MESSAGE + column
+    came, scale = load_message_blocks(
+        messages, num_sources, source, block, column, WIDTH, BLOCKS, MESSAGE
+    )
+    tl.store(scales + row * BLOCKS + block, scale)
     targets = payload + row[:, None] * WIDTH + column
     if BLOCKS * COLUMNS == WIDTH:
-        tl.store(targets, tl.load(pointers, mask=is_there[:, None], other=0))
+        tl.store(targets, came)
     else:
-        is_read = is_there[:, None] & (column < WIDTH)
-        tl.store(targets, tl.load(pointers, mask=is_read, other=0), mask=column < WIDTH)
+        tl.store(targets, came, mask=column < WIDTH)
 
 
 def split_messages(

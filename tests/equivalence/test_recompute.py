@@ -1,4 +1,4 @@
-"""With `recompute = "price"` bits are as without it: dropout, overwritten buffers, checkpoints."""
+"""Computed again by price or by name, no bit changes: dropout, buffers, checkpoints, parts."""
 
 import pytest
 import torch
@@ -36,6 +36,22 @@ class Block(nn.Module):
     def forward(self, x):
         h = self.dense(x + self.shift.to(x.dtype))
         self.shift.mul_(0.5)
+        return h + self.experts(normed(h))
+
+
+class Dropping(Block):
+    """Values are dropped inside the dense part."""
+
+    def dense(self, x):
+        hidden = F.dropout(F.silu(normed(x) @ self.up) * 2, 0.3)
+        return x + hidden @ self.down
+
+
+class WithoutDropout(Block):
+    """Parts of a batch would draw other numbers."""
+
+    def forward(self, x):
+        h = x + F.silu(normed(x) @ self.up) @ self.down
         return h + self.experts(normed(h))
 
 
@@ -91,55 +107,81 @@ def results(build, tokens, options):
     return found, executed_records()[before:]
 
 
-def compare(rank, build, budget, more=None):
-    """Return the names of what differs, the records with a price, and launches with and without."""
+def compare(rank, build, tokens, asked, more=None):
+    """Return the names of what differs, and the records of graphs without `asked` and with it.
+
+    No other test has so many tokens: a process keeps one of equal records.
+    """
     del rank
-    options = more or {}
-    tokens = 24 + 2 * int(10 * budget)  # of no other test: a process keeps one of equal records
-    expected, plain = results(build, tokens, options)
-    priced = {"megamoe.recompute": "price", "megamoe.activation_budget": budget}
-    found, records = results(build, tokens, {**options, **priced})
+    expected, plain = results(build, tokens, more or {})
+    found, records = results(build, tokens, {**(more or {}), **asked})
     differ = [name for name, value in found.items() if not torch.equal(value, expected[name])]
-    return differ, records, [[one["launches"] for one in r] for r in (plain, records)]
+    return differ, plain, records
 
 
-PROGRAMS = {"block": Block, "checkpointed": Checkpointed, "two blocks": Twice}
-CASES = [("block", 0.6), ("block", 2), ("checkpointed", 0.6), ("two blocks", 0.3)]
+def by_price(budget):
+    return {"megamoe.recompute": "price", "megamoe.activation_budget": budget}
 
 
-@pytest.mark.parametrize(("program", "budget"), slow_but(CASES[:1], CASES))
-def test_no_bit_changes_and_less_is_kept(mirrored_ranks, program, budget):
-    for differ, records, (plain, launches) in mirrored_ranks.run(
-        compare, PROGRAMS[program], budget
-    ):
+def by_name(*names):
+    return {"megamoe.recompute_modules": names}
+
+
+IN_PARTS = {"megamoe.batch_parts": 2, "megamoe.numerics": "bounded"}
+BY_INDUCTOR = {"megamoe.codegen": "inductor"}
+BY_PRICE = [(Block, 36, 0.6), (Block, 64, 2), (Checkpointed, 38, 0.6), (Twice, 30, 0.3)]
+
+
+@pytest.mark.parametrize(("program", "tokens", "budget"), slow_but(BY_PRICE[:1], BY_PRICE))
+def test_by_price_no_bit_changes_and_less_is_kept(mirrored_ranks, program, tokens, budget):
+    for differ, plain, records in mirrored_ranks.run(compare, program, tokens, by_price(budget)):
         assert differ == []
-        assert launches == plain, "exchanges run as often, and in their order"
+        launches = [[one["launches"] for one in of] for of in (plain, records)]
+        assert launches[0] == launches[1], "exchanges run as often, and in their order"
         (forward,) = (one["measures"] for one in records if one["phase"] == "forward")
         assert forward["kept_bytes"] < 0.9 * forward["kept_bytes_before"]
         assert forward["again_bytes"] > 0 and forward["again_us"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [2])
-def test_parts_of_the_batch_have_the_same_bits(mirrored_ranks, parts):
-    more = {"megamoe.batch_parts": parts, "megamoe.numerics": "bounded"}
-    for differ, records, _ in mirrored_ranks.run(compare, WithoutDropout, 0.5, more):
+BY_NAME = [
+    (Dropping, 26, ("mlp", "layernorm", "moe_act")),
+    (Block, 28, ("layernorm", "moe_act")),
+    (Block, 40, ("moe",)),
+    (Block, 42, ("megascale_moe",)),
+    (Checkpointed, 44, ("layernorm", "moe_act")),
+    (Twice, 46, ("moe_act", "mlp")),
+]
+
+
+def num_launches(records):
+    return {one["phase"]: len(one["launches"]["0"]) for one in records}
+
+
+@pytest.mark.parametrize(("program", "tokens", "names"), slow_but(BY_NAME[:1], BY_NAME))
+def test_by_name_no_bit_changes(mirrored_ranks, program, tokens, names):
+    """Two steps with gradients summed over both, as two microbatches are."""
+    for differ, *both in mirrored_ranks.run(compare, program, tokens, by_name(*names)):
         assert differ == []
-        assert any("kept_bytes" in one["measures"] for one in records)
-
-
-class WithoutDropout(Block):
-    """Parts of a batch would draw other numbers."""
-
-    def forward(self, x):
-        h = x + F.silu(normed(x) @ self.up) @ self.down
-        return h + self.experts(normed(h))
+        before, after = map(num_launches, both)
+        assert after["forward"] == before["forward"]
+        runs_again = names == ("moe",)
+        assert after["backward"] > before["backward"] if runs_again else after == before
 
 
 @pytest.mark.slow
-def test_code_of_inductor_has_the_same_bits(mirrored_ranks):
-    more = {"megamoe.codegen": "inductor"}
-    for differ, records, (plain, launches) in mirrored_ranks.run(compare, InFloat32, 0.5, more):
+@pytest.mark.parametrize(
+    ("program", "tokens", "asked", "more"),
+    [
+        (WithoutDropout, 34, by_price(0.5), IN_PARTS),
+        (WithoutDropout, 48, by_name("layernorm", "moe_act", "mlp"), IN_PARTS),
+        (InFloat32, 50, by_price(0.5), BY_INDUCTOR),
+        (InFloat32, 52, by_name("mlp", "layernorm"), BY_INDUCTOR),
+    ],
+)
+def test_parts_of_the_batch_and_code_of_inductor_have_the_same_bits(
+    mirrored_ranks, program, tokens, asked, more
+):
+    for differ, _, records in mirrored_ranks.run(compare, program, tokens, asked, more):
         assert differ == []
-        assert launches == plain
-        assert any("kept_bytes" in one["measures"] for one in records)
+        if "megamoe.recompute" in asked:
+            assert any("kept_bytes" in one["measures"] for one in records)

@@ -1,26 +1,21 @@
-"""Section `bits`: layers compiled by megamoe equal the eager layers bit for bit.
+"""A program for every rewrite and option, with chunks without rows and ranks without tokens.
 
 Contract
-    A program for every rewrite and option, its chunks without rows and ranks without tokens among
-    them, runs eagerly and compiled, without Inductor, which rounds differently. All of them are
-    rewritten: a region that is left as it was written checks nothing.
+    All of them are rewritten: a region that is left as it was written checks nothing. They run
+    without Inductor, which rounds differently.
     Newly allocated memory holds NaN, as far as the allocator reuses it and torch fills it.
-    A difference, an error, and a program that is not rewritten are failures.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
-from moe_compile.check.sections import Record, say
-from moe_compile.check.team import Team
 from moe_compile.testing.process_groups import be_deterministic, rank_device
 from moe_compile.testing.programs.choices import (
     Backward,
@@ -45,7 +40,6 @@ from moe_compile.testing.programs.grammar import (
     Program,
     Rewrite,
 )
-from moe_compile.testing.programs.judge import Outcome, judgement_of
 from moe_compile.testing.programs.legal import legal
 from moe_compile.testing.programs.run import RankFindings, run
 from moe_compile.testing.programs.text import source_of
@@ -174,28 +168,6 @@ def _item(name: str, program: Program) -> Item:
     return Item(name=name, num_ranks=program.num_ranks, options=options, text=text)
 
 
-NEEDS_S: Final = {"cpu": 20.0, "cuda": 10.0}
-"""Seconds that one program takes at most, but for a slow machine."""
-
-
-def check_bits(team: Team, names: Sequence[str] = ()) -> None:
-    """Run the section: all programs for as many ranks, or those of `names`."""
-    for item in items_for(team.num_ranks):
-        if not names or item.name in names:
-            check_item(team, item)
-
-
-def check_item(team: Team, item: Item) -> None:
-    """Run and judge one program."""
-    team.run(
-        item.name,
-        partial(run_item, item),
-        partial(judge_item, item),
-        num_ranks=item.num_ranks,
-        needs_s=NEEDS_S[team.device],
-    )
-
-
 def run_item(item: Item) -> tuple[RankFindings, float]:
     """Run a program on this rank; return its findings and the seconds it took.
 
@@ -205,28 +177,6 @@ def run_item(item: Item) -> tuple[RankFindings, float]:
     began = time.monotonic()
     poison()
     return run(dist.get_rank(), item.text), time.monotonic() - began
-
-
-def judge_item(item: Item, record: Record, found: list[tuple[RankFindings, float]]) -> None:
-    """Record the ranks' findings on an item."""
-    judgement = judgement_of([findings for findings, _ in found])
-    seconds = max(seconds for _, seconds in found)
-    record.add_row(
-        {
-            "program": item.name,
-            "ranks": len(found),
-            "options": item.options,
-            "found": judgement.kind.value,
-            "verdicts": list(judgement.verdicts),
-            "seconds": round(seconds, 1),
-            "cpu_s": round(max(findings.cpu_s for findings, _ in found), 1),
-        }
-    )
-    is_same = record.expect(judgement.kind is Outcome.SAME, item.name, judgement.detail)
-    if is_same:
-        why = f"it was not rewritten: {', '.join(judgement.verdicts) or 'nothing was compiled'}"
-        record.expect(judgement.is_chunked, item.name, why)
-    say(f"bits: {item.name}: {judgement.kind.value} in {seconds:.1f} s")
 
 
 BLOCK_BYTES: Final = (2**12, 2**16, 2**20, 2**24)

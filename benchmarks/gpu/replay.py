@@ -1,4 +1,4 @@
-"""Times of device work: by CUDA events on a GPU, by the wall clock on a processor.
+"""Device work that is launched again and again, and its times.
 
 Contract
     `replayable` work is launched as one CUDA graph, so that gaps between launches do not count.
@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
-from moe_compile.hardware.measure import elapsed_s
-from moe_compile.testing.process_groups import rank_device
+from moe_compile.hardware.measure import elapsed_s, synchronize
 
 Work = Callable[[], Any]
 
@@ -72,19 +70,6 @@ class _ProcessorReplay:
 
     def _launch(self) -> None:
         self.replay.outputs[:] = self._work()
-
-
-def synchronize(device: str) -> None:
-    """Wait for all device work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def slowest(seconds: list[float]) -> list[float]:
-    """Return the greatest of all ranks, each of `seconds` by itself."""
-    worst = torch.tensor(seconds, dtype=torch.float64, device=rank_device())
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return worst.tolist()
 
 
 def time_in_turn(device: str, jobs: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
