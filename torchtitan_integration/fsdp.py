@@ -46,6 +46,10 @@ from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_div
 from moe_compile.errors import ContractViolation
 from moe_compile.ops.rounded_sum import round_in_place, sum_contributions
 from torchtitan_integration.block_groups import block_groups
+from torchtitan_integration.eight_bit_gathers import (
+    gather_in_eight_bits,
+    gathers_in_eight_bits,
+)
 from torchtitan_integration.job_config import options_of
 from torchtitan_integration.meshes import expert_mesh
 
@@ -93,10 +97,14 @@ def apply_fsdp(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
     if model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, **settings)
     experts_mesh = expert_mesh(dims, [*replicate, "efsdp"])
+    first = _carriers([*model.layers.values()])[:1]
+    in_eight_bits = any(gathers_in_eight_bits(job, dims, c.experts) for c in first)
     for blocks in block_groups(model, job):
         experts: set[nn.Parameter] = set()
         if carriers := _carriers(blocks):
             placement = _expert_placement(carriers[0].experts.num_experts, experts_mesh, dims.ep)
+            for carrier in carriers if in_eight_bits else []:
+                gather_in_eight_bits(carrier.experts)
             of_experts = {**settings, "mesh": experts_mesh, "shard_placement_fn": placement}
             fully_shard(carriers, **of_experts)
             experts = {p for c in carriers for p in c.experts.parameters()}  # new ones by sharding
