@@ -71,6 +71,8 @@ LAID_OUT: Final = (
     torch.ops.prims.convert_element_type.default,
 )
 """The same of weights, which may change their type and layout."""
+WIDE: Final = (torch.bfloat16, torch.float32)
+"""Types with the exponents of bfloat16, and as many bits or more."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class FeedProducts(GraphPass):
         _unpack_in_backward([node for node in in_order if node.users])
         weights = [node for node in graph.find_nodes(op="call_function", target=QUANTIZE_WEIGHT)]
         weights = [node for node in weights if _hand_over_weight(node)]
-        _compute_again(graph.find_nodes(op="call_function", target=DEQUANTIZE_WEIGHT))
+        for node in graph.find_nodes(op="call_function", target=DEQUANTIZE_WEIGHT):
+            _compute_again(_with_views(node))
         for target in (QUANTIZE_WEIGHT, QUANTIZE_COLUMNS):
             for node in graph.find_nodes(op="call_function", target=target):
                 if is_of_backward(node):
@@ -222,13 +225,21 @@ def _gathered(quantised: fx.Node) -> _Gathered | None:
         elif (start := start_of_run(node)) is not None:
             moves += [node.args[0]] if node.target is operator.getitem else []
             first, node = first + start, run_of_rows(node)
-        elif node.target in LAID_OUT and shape_of(node) == shape_of(node.args[0]):
+        elif node.target in LAID_OUT and _keeps_numbers(node):
             node = node.args[0]
         else:
             return None
-    if node.args[2] != quantised.args[1] or quantised.args[1] != "blockwise":
+    _, _, recipe, dtype = node.args
+    if (recipe, quantised.args[1]) != ("blockwise", "blockwise") or dtype not in WIDE:
         return None
     return _Gathered(unpacked=node, first=first, is_turned=is_turned, moves=tuple(moves))
+
+
+def _keeps_numbers(node: fx.Node) -> bool:
+    """Whether the node has the shape of its input, and no fewer bits than bfloat16."""
+    made = tensor_of(node)
+    is_wide = made is not None and made.dtype in WIDE
+    return is_wide and shape_of(node) == shape_of(node.args[0])
 
 
 def _turns(node: fx.Node) -> bool:
@@ -258,7 +269,7 @@ def _hand_over_weight(quantised: fx.Node) -> bool:
         _compute_again([written, turned, *parts])
     picked = [*quantised.users]
     replace_uses({node: parts[int(node.args[1])] for node in picked})
-    erase_unused([*reversed(found.moves), quantised, *picked])
+    erase_unused([found.unpacked, *reversed(found.moves), quantised, *picked])
     return True
 
 
@@ -272,6 +283,15 @@ def _unpack_in_backward(moved: list[fx.Node]) -> None:
             kept.add(node)
         elif not is_of_backward(node):
             _compute_again([node, *filter(is_view, node.users)])
+
+
+def _with_views(node: fx.Node) -> list[fx.Node]:
+    """Return `node`, and all that looks at its result."""
+    found = [node]
+    for one in found:
+        looks = (user for user in one.users if is_view(user) or user.target is operator.getitem)
+        found += [user for user in looks if user not in found]
+    return found
 
 
 def _compute_again(nodes: Iterable[fx.Node]) -> None:

@@ -33,7 +33,9 @@ from torchtitan.distributed import ParallelDims
 
 from moe_compile.allowed_values import FORWARD_PRODUCTS
 from moe_compile.config import OF_REGION
+from moe_compile.ops.product_formats import blocks_along
 from moe_compile.ops.scaled_products import DEQUANTIZE_WEIGHT, QUANTIZE_WEIGHT
+from moe_compile.ops.wire_format import BLOCK, SCALE_BYTES
 from torchtitan_integration.job_config import asks_for_megamoe, options_of
 from torchtitan_integration.meshes import expert_shards
 
@@ -151,7 +153,7 @@ class EightBitShard(torch.Tensor):
 def _apart(
     together: torch.Tensor, of_payload: torch.Size, of_scales: torch.Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    payload, scales = together.split([of_payload.numel(), 4 * of_scales.numel()])
+    payload, scales = together.split([of_payload.numel(), SCALE_BYTES * of_scales.numel()])
     return (
         payload.view(torch.float8_e4m3fn).view(of_payload),
         scales.view(torch.float32).view(of_scales),
@@ -218,53 +220,33 @@ class GatheredWeight(torch.Tensor):
         return func(*plain_args, **plain_kwargs)
 
 
-def gathers_in_eight_bits(job: JobConfig, dims: ParallelDims, experts: nn.Module) -> bool:
-    """Whether FSDP2 is to gather the weights of experts such as these so; the log says it."""
-    if not multiplies_in_eight_bits(job):
-        return False
+def gathers_in_eight_bits(job: JobConfig, dims: ParallelDims, experts: Any) -> bool:
+    """Whether FSDP2 gathers weights in eight bits, of experts with torchtitan's arguments."""
+    return multiplies_in_eight_bits(job, dims) and not why_sixteen_bits(job, dims, experts)
+
+
+def said_of_gathers(job: JobConfig, dims: ParallelDims, experts: Any) -> str:
+    """Return how FSDP2 gathers these weights, "" where no product asks for eight bits."""
+    if not multiplies_in_eight_bits(job, dims):
+        return ""
     why = why_sixteen_bits(job, dims, experts)
-    LOG.info(
-        "FSDP2 gathers experts' weights in %s", f"sixteen bits: {why}" if why else "eight bits"
-    )
-    return not why
+    return f"FSDP2 gathers experts' weights in {f'sixteen bits: {why}' if why else 'eight bits'}"
 
 
-def gather_in_eight_bits(experts: nn.Module) -> None:
-    """Have FSDP2, which is to shard `experts` along dimension 0 next, gather their weights so."""
-    weights = {name: p for name, p in experts.named_parameters(recurse=False) if p.dim() == 3}
-    for name, weight in weights.items():
-        shard = EightBitShard(weight.to_local().detach())
-        laid_out = nn.Parameter(_like(weight, shard), requires_grad=weight.requires_grad)
-        setattr(experts, name, laid_out)
+def multiplies_in_eight_bits(job: JobConfig, dims: ParallelDims) -> bool:
+    """Whether a job asks for products of experts in eight bits, and has experts on several ranks.
 
-    def in_full(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        del module, metadata
-        for name in weights:
-            local = (kept := state[prefix + name]).to_local()
-            plain = local.values_in_full if isinstance(local, EightBitShard) else local
-            state[prefix + name] = _like(kept, plain)
-
-    experts.register_state_dict_post_hook(in_full)
+    Where it has not there is no region whose products these could be.
+    """
+    return dims.ep > 1 and asks_for_megamoe(job) and options_of(job).asks_for("expert_compute")
 
 
-def _like(whole: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a tensor laid out as `whole`, of which this rank has `local`."""
-    mesh, placements = whole.device_mesh, whole.placements
-    shape, stride = whole.shape, whole.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def multiplies_in_eight_bits(job: JobConfig) -> bool:
-    """Whether a job asks for products of experts in eight bits."""
-    return asks_for_megamoe(job) and options_of(job).asks_for("expert_compute")
-
-
-def why_sixteen_bits(job: JobConfig, dims: ParallelDims, experts: nn.Module) -> str:
+def why_sixteen_bits(job: JobConfig, dims: ParallelDims, experts: Any) -> str:
     """Return why FSDP2 gathers the weights of `experts` as they are, "" where in eight bits."""
     return next(_reasons(job, experts, experts.num_experts // dims.ep, expert_shards(dims)), "")
 
 
-def _reasons(job: JobConfig, experts: nn.Module, num_local: int, num_shards: int) -> Iterator[str]:
+def _reasons(job: JobConfig, experts: Any, num_local: int, num_shards: int) -> Iterator[str]:
     """Yield reasons; a rank multiplies `num_local` experts, of which `num_shards` ranks have a
     part."""
     options = options_of(job)
@@ -290,3 +272,50 @@ def _reasons(job: JobConfig, experts: nn.Module, num_local: int, num_shards: int
         yield f"{num_shards} ranks share {num_local} experts unequally"
     if job.training.enable_cpu_offload:
         yield "training.enable_cpu_offload keeps shards on the host"
+
+
+def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of experts by name; biases and others are gathered as they are."""
+    return {name: p for name, p in experts.named_parameters(recurse=False) if p.dim() == 3}
+
+
+def gather_in_eight_bits(experts: nn.Module) -> None:
+    """Have FSDP2, which is to shard `experts` along dimension 0 next, gather their weights so."""
+    weights = weights_of(experts)
+    for name, weight in weights.items():
+        shard = EightBitShard(weight.to_local().detach())
+        laid_out = nn.Parameter(_like(weight, shard), requires_grad=weight.requires_grad)
+        setattr(experts, name, laid_out)
+
+    def in_full(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        del module, metadata
+        for name in weights:
+            local = (kept := state[prefix + name]).to_local()
+            plain = local.values_in_full if isinstance(local, EightBitShard) else local
+            state[prefix + name] = _like(kept, plain)
+
+    experts.register_state_dict_post_hook(in_full)
+
+
+def hold_gathered(experts: nn.Module, dtype: torch.dtype) -> None:
+    """Have experts that FSDP2 does not shard hold weights as if gathered so, on the meta device."""
+    for name, weight in weights_of(experts).items():
+        local = weight.to_local()
+        payload, scales = QUANTIZE_WEIGHT(local.detach().transpose(1, 2), RECIPE)
+        gathered = _like(weight, GatheredWeight(payload.transpose(1, 2), scales, dtype))
+        setattr(experts, name, nn.Parameter(gathered))
+
+
+def bytes_of(sizes: Sequence[int]) -> int:
+    """Return the bytes of a weight `[E, N, K]` in eight bits, scales included."""
+    experts, columns, width = sizes
+    blocks = blocks_along(columns, BLOCK) * blocks_along(width, BLOCK)
+    return experts * (columns * width + SCALE_BYTES * blocks)
+
+
+def _like(whole: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a tensor laid out as `whole`, of which this rank has `local`, not a view of it."""
+    names, context = whole.__tensor_flatten__()
+    parts = {name: getattr(whole, name) for name in names}
+    own = {n: local if isinstance(part, torch.Tensor) else part for n, part in parts.items()}
+    return DTensor.__tensor_unflatten__(own, context, whole.shape, whole.stride())
