@@ -81,7 +81,7 @@ class EightBitShard(torch.Tensor):
         """Keep the values, which operators on the shard read and write."""
         self.values_in_full = values
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         """Return the shard as text."""
         return f"EightBitShard({self.values_in_full!r})"
 
@@ -180,7 +180,7 @@ class GatheredWeight(torch.Tensor):
         del dtype
         self.payload, self.scales = payload, scales
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         """Return the weight as text."""
         return f"GatheredWeight({self.payload!r}, {self.scales!r}, {self.dtype})"
 
