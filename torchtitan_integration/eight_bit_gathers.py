@@ -18,7 +18,6 @@ Shapes: a weight is `[E, N, K]`, as torchtitan has it; a shard has e of its E ex
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -39,7 +38,6 @@ from moe_compile.ops.wire_format import BLOCK, SCALE_BYTES
 from torchtitan_integration.job_config import asks_for_megamoe, options_of
 from torchtitan_integration.meshes import expert_shards
 
-LOG: Final = logging.getLogger(__name__)
 RECIPE: Final = "blockwise"
 ATEN: Final = torch.ops.aten
 READERS: Final = (*FORWARD_PRODUCTS, "grad_input")
