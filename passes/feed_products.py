@@ -1,10 +1,10 @@
-"""Give products in eight bits the rows that arrive in eight bits, and keep nothing longer for them.
+"""Give products in eight bits what arrives in eight bits, and keep nothing longer for them.
 
 Contract
     Requires  FUNCTIONAL.
-    Keeps     every value bit for bit: rows that were unpacked to bfloat16 are quantised to the
-              bytes that they had. Rounded to bfloat16 a number is off by 2^-8 of itself, and e4m3
-              rounds what is off by less than 2^-5 back; the largest of a block is exact.
+    Keeps     every value bit for bit: rows and weights that were unpacked to bfloat16 are quantised
+              to the bytes that they had. Rounded to bfloat16 a number is off by 2^-8 of itself, and
+              e4m3 rounds what is off by less than 2^-5 back; the largest of a block is exact.
 
     quantize_rows(unpack(m))                  ->  message_rows(m)
     quantize_rows(unpack(m)[p])               ->  message_rows(m, p); slices of rows alike
@@ -13,9 +13,14 @@ Contract
     quantize_rows(cat(unpack(m)[i], zeros))   ->  message_rows(m, cat(i, beyond m))
     quantize_rows(cat(unpack(a), unpack(b)))  ->  message_rows(cat(a, b)), and rows of zeros alike
 
+    quantize_weight(dequantize_weight(p, s))              ->  p, s
+    quantize_weight(some experts of the same)             ->  these experts of p and s
+    quantize_weight(transpose(dequantize_weight(p, s)))   ->  p and s, transposed in memory
+
 A message has the scales of recipe "blockwise" with e4m3; products of another format are left. Where
 only the backward pass reads the rows it unpacks the message, which is kept in place of the rows.
-Weights, and rows along rows, that the backward pass quantises are not quantised before it.
+Weights, and rows along rows, that the backward pass quantises are not quantised before it. A block
+of 128 x 128 numbers is one of the transposed weight too, so one payload serves both directions.
 """
 
 from __future__ import annotations
@@ -47,11 +52,17 @@ from moe_compile.graph.row_moves import (
     row_gather,
     rows_joined,
     run_of_rows,
+    start_of_run,
     zero_rows,
 )
 from moe_compile.journal.entries import PassReport
 from moe_compile.ops.quantized_rows import UNPACK_DEQUANTIZE, UNPACK_DEQUANTIZE_PERMUTE
-from moe_compile.ops.scaled_products import MESSAGE_ROWS, QUANTIZE_ROWS, QUANTIZE_WEIGHT
+from moe_compile.ops.scaled_products import (
+    DEQUANTIZE_WEIGHT,
+    MESSAGE_ROWS,
+    QUANTIZE_ROWS,
+    QUANTIZE_WEIGHT,
+)
 from moe_compile.ops.weight_gradients import QUANTIZE_COLUMNS
 from moe_compile.plan.state import CompileState
 from moe_compile.regions.grouped_products import takes_messages
@@ -64,6 +75,17 @@ SAME: Final = (ATEN.clone.default, ATEN.expand.default)
 """Operators whose result is what they are given, where its size is."""
 BEYOND: Final = torch.iinfo(torch.int32).max
 """An index that no message reaches: of a row of zeros."""
+TURN: Final = ATEN.permute.default
+LAID_OUT: Final = (
+    *SAME,
+    ATEN._to_copy.default,
+    ATEN.alias.default,
+    ATEN.view.default,
+    torch.ops.prims.convert_element_type.default,
+)
+"""The same of weights, which may change their type and layout."""
+WIDE: Final = (torch.bfloat16, torch.float32)
+"""Types with the exponents of bfloat16, and as many bits or more."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +109,17 @@ class FeedProducts(GraphPass):
         in_order = [node for node in graph.nodes if node in moved]
         erase_unused(in_order)
         _unpack_in_backward([node for node in in_order if node.users])
+        weights = [node for node in graph.find_nodes(op="call_function", target=QUANTIZE_WEIGHT)]
+        weights = [node for node in weights if _hand_over_weight(node)]
+        for node in graph.find_nodes(op="call_function", target=DEQUANTIZE_WEIGHT):
+            _compute_again(_with_views(node))
         for target in (QUANTIZE_WEIGHT, QUANTIZE_COLUMNS):
             for node in graph.find_nodes(op="call_function", target=target):
                 if is_of_backward(node):
                     _compute_again([node, *node.users])
-        return PassReport(pass_name=self.name, applied=tuple(node.name for node in fed))
+        return PassReport(
+            pass_name=self.name, applied=tuple(node.name for node in (*fed, *weights))
+        )
 
 
 def _moves_of(quantised: fx.Node) -> list[fx.Node]:
@@ -225,6 +253,81 @@ def _from_start(emit: ValuedEmitter, index: fx.Node, size: fx.Node) -> fx.Node:
     return emit.call(ATEN.where.self, emit.call(ATEN.lt.Scalar, index, 0), from_end, index)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gathered:
+    """Experts of a weight that came in eight bits."""
+
+    unpacked: fx.Node
+    """The node that unpacks the whole weight."""
+    first: int
+    """Number of the first of these experts."""
+    is_turned: bool
+    """Whether columns of the one are rows of the other."""
+    moves: tuple[fx.Node, ...]
+    """Nodes between the two, the last first."""
+
+
+def _gathered(quantised: fx.Node) -> _Gathered | None:
+    """Return the weight in eight bits that is unpacked and quantised again; None for others."""
+    node: Any = quantised.args[0]
+    weight, first, is_turned, moves = tensor_of(node), 0, False, list[fx.Node]()
+    if weight is None or weight.dtype is not torch.bfloat16:
+        return None
+    while node.target is not DEQUANTIZE_WEIGHT:
+        moves.append(node)
+        if _turns(node):
+            is_turned, node = not is_turned, node.args[0]
+        elif (start := start_of_run(node)) is not None:
+            moves += [node.args[0]] if node.target is operator.getitem else []
+            first, node = first + start, run_of_rows(node)
+        elif node.target in LAID_OUT and _keeps_numbers(node):
+            node = node.args[0]
+        else:
+            return None
+    _, _, recipe, dtype = node.args
+    if (recipe, quantised.args[1]) != ("blockwise", "blockwise") or dtype not in WIDE:
+        return None
+    return _Gathered(unpacked=node, first=first, is_turned=is_turned, moves=tuple(moves))
+
+
+def _keeps_numbers(node: fx.Node) -> bool:
+    """Whether the node has the shape of its input, and no fewer bits than bfloat16."""
+    made = tensor_of(node)
+    is_wide = made is not None and made.dtype in WIDE
+    return is_wide and shape_of(node) == shape_of(node.args[0])
+
+
+def _turns(node: fx.Node) -> bool:
+    """Whether the node transposes the matrix of each expert."""
+    if node.target is ATEN.transpose.int:
+        return {dim % 3 for dim in node.args[1:]} == {1, 2}
+    return node.target is TURN and [dim % 3 for dim in node.args[1]] == [0, 2, 1]
+
+
+def _hand_over_weight(quantised: fx.Node) -> bool:
+    """Have readers of a weight that came in eight bits read it as it came; whether it did."""
+    if (found := _gathered(quantised)) is None:
+        return False
+    emit, (made, _) = ValuedEmitter(quantised), quantised.meta["val"]
+    parts: list[Any] = [*found.unpacked.args[:2]]
+    if made.shape[0] != parts[0].meta["val"].shape[0]:
+        end = found.first + made.shape[0]
+        parts = [emit.call(SLICE, part, 0, found.first, end) for part in parts]
+    if found.is_turned:
+        (payload, scales), whole = parts, {"memory_format": torch.contiguous_format}
+        written = emit.call(ATEN.clone.default, payload, **whole)  # column after column, turned
+        turned = emit.call(TURN, scales, [0, 2, 1])
+        parts = [
+            emit.call(TURN, written, [0, 2, 1]),
+            emit.call(ATEN.clone.default, turned, **whole),
+        ]
+        _compute_again([written, turned, *parts])
+    picked = [*quantised.users]
+    replace_uses({node: parts[int(node.args[1])] for node in picked})
+    erase_unused([found.unpacked, *reversed(found.moves), quantised, *picked])
+    return True
+
+
 def _unpack_in_backward(moved: list[fx.Node]) -> None:
     """Have the backward pass make those of `moved` rows anew that nothing of the forward reads."""
     kept = set[fx.Node]()
@@ -235,6 +338,15 @@ def _unpack_in_backward(moved: list[fx.Node]) -> None:
             kept.add(node)
         elif not is_of_backward(node):
             _compute_again([node, *filter(is_view, node.users)])
+
+
+def _with_views(node: fx.Node) -> list[fx.Node]:
+    """Return `node`, and all that looks at its result."""
+    found = [node]
+    for one in found:
+        looks = (user for user in one.users if is_view(user) or user.target is operator.getitem)
+        found += [user for user in looks if user not in found]
+    return found
 
 
 def _compute_again(nodes: Iterable[fx.Node]) -> None:

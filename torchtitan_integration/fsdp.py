@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -46,8 +47,15 @@ from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_div
 from moe_compile.errors import ContractViolation
 from moe_compile.ops.rounded_sum import round_in_place, sum_contributions
 from torchtitan_integration.block_groups import block_groups
+from torchtitan_integration.eight_bit_gathers import (
+    gather_in_eight_bits,
+    gathers_in_eight_bits,
+    said_of_gathers,
+)
 from torchtitan_integration.job_config import options_of
 from torchtitan_integration.meshes import expert_mesh
+
+LOG: Final = logging.getLogger(__name__)
 
 
 class ExpertCarrier(nn.Module):
@@ -93,6 +101,7 @@ def apply_fsdp(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
     if model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, **settings)
     experts_mesh = expert_mesh(dims, [*replicate, "efsdp"])
+    _choose_gathers(model, dims, job)
     for blocks in block_groups(model, job):
         experts: set[nn.Parameter] = set()
         if carriers := _carriers(blocks):
@@ -109,6 +118,16 @@ def apply_fsdp(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
     adapt_to_gloo(model)
     if options_of(job).gradient_wire == "bf16_fp32_sum":
         round_gradients(model)
+
+
+def _choose_gathers(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
+    """Have weights of experts gathered in eight bits, where all their products read them so."""
+    args = model.model_args.moe_args
+    if said := said_of_gathers(job, dims, args):
+        LOG.info(said)
+    if gathers_in_eight_bits(job, dims, args):
+        for carrier in _carriers([*model.layers.values()]):
+            gather_in_eight_bits(carrier.experts)
 
 
 def _tail(model: nn.Module) -> list[nn.Module]:

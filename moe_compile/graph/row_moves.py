@@ -79,6 +79,20 @@ def run_of_rows(node: fx.Node) -> fx.Node | None:
     return cut.args[0] if dim == 0 else None
 
 
+def start_of_run(node: fx.Node) -> int | None:
+    """Return where the run of rows that `node` is begins; None for others, or if it is unknown."""
+    if run_of_rows(node) is None:
+        return None
+    if node.target is SLICE:
+        start = node.args[2] if len(node.args) > 2 else 0
+        return start if isinstance(start, int) and start >= 0 else None
+    if node.target is not operator.getitem:
+        return None
+    cut, number = node.args
+    before = cut.args[1][:number]
+    return sum(before) if all(isinstance(size, int) for size in before) else None
+
+
 def rows_joined(node: fx.Node) -> list[fx.Node] | None:
     """Return the parts that `node` concatenates along rows, each once; None for any other node."""
     if node.target is not ATEN.cat.default:

@@ -23,7 +23,9 @@ Shapes: R rows, K columns in, N columns out, E experts, M = row_bytes(K); `recip
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -63,9 +65,13 @@ if HAS_KERNELS:  # a torch without CUDA has no use for triton, and starts faster
         zero_rows_behind,
     )
 
+LOG: Final = logging.getLogger(__name__)
 LIBRARY = torch.library.Library("megamoe", "FRAGMENT")
 LIBRARY.define('quantize_rows(Tensor rows, str recipe, str element="e4m3") -> (Tensor, Tensor)')
 LIBRARY.define("quantize_weight(Tensor weight, str recipe) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "dequantize_weight(Tensor payload, Tensor scales, str recipe, ScalarType dtype) -> Tensor"
+)
 LIBRARY.define(
     "scaled_grouped_mm(Tensor rows, Tensor row_scales, Tensor weight, Tensor weight_scales, "
     "Tensor offs, str recipe, ScalarType dtype) -> Tensor"
@@ -78,6 +84,7 @@ LIBRARY.define("message_rows(Tensor message, Tensor? index, int width) -> (Tenso
 
 QUANTIZE_ROWS = torch.ops.megamoe.quantize_rows.default
 QUANTIZE_WEIGHT = torch.ops.megamoe.quantize_weight.default
+DEQUANTIZE_WEIGHT = torch.ops.megamoe.dequantize_weight.default
 SCALED_GROUPED_MM = torch.ops.megamoe.scaled_grouped_mm.default
 GROUPED_MM_FP8 = torch.ops.megamoe.grouped_mm_fp8.default
 MESSAGE_ROWS = torch.ops.megamoe.message_rows.default
@@ -107,6 +114,34 @@ def quantize_weight(weight_EKN: torch.Tensor, recipe: str) -> tuple[torch.Tensor
     """
     _check_floating(weight_EKN, "a weight", 3)
     return quantized_weight(weight_EKN, format_of(recipe))
+
+
+def dequantize_weight(
+    payload_EKN: torch.Tensor, scales: torch.Tensor, recipe: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the weight `[E, K, N]` that a payload and its scales stand for, rounded to `dtype`.
+
+    Its memory is laid out as that of the payload. Warns once, since products in eight bits read
+    the payload itself: whoever needs this weight has nothing of the payload.
+    """
+    _warn_of_unpacked()
+    chosen = format_of(recipe)
+    _, width, columns = payload_EKN.shape
+    values = torch.empty_like(payload_EKN, dtype=dtype)
+    for expert, (payload, of_expert) in enumerate(zip(payload_EKN, scales, strict=True)):
+        by = scales_of_weight(of_expert, chosen, width, columns)
+        values[expert] = numbers_of_weight(payload, chosen, width) * by
+    return values
+
+
+@functools.cache
+def _warn_of_unpacked() -> None:
+    LOG.warning(
+        "weights that were gathered in eight bits are unpacked: a graph does not multiply them as "
+        "they came. Its products have weights rounded to eight bits, and the report has the reason "
+        "why they are not in eight bits themselves; without this reason nothing is wrong, only "
+        'slow. To gather in sixteen bits write megamoe.expert_compute = "same"'
+    )
 
 
 def message_rows(
@@ -323,6 +358,13 @@ def _fake_quantize_weight(weight: torch.Tensor, recipe: str) -> tuple[torch.Tens
     return payload.transpose(1, 2), weight.new_empty(of_weight, dtype=chosen.scale)
 
 
+def _fake_dequantize_weight(
+    payload: torch.Tensor, scales: torch.Tensor, recipe: str, dtype: torch.dtype
+) -> torch.Tensor:
+    del scales, recipe
+    return torch.empty_like(payload, dtype=dtype)
+
+
 def _fake_message_rows(
     message: torch.Tensor, index: torch.Tensor | None, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -396,6 +438,7 @@ def _product_by_kernel(
 REFERENCES: Final[Mapping[Any, Callable[..., Any]]] = {
     QUANTIZE_ROWS: quantize_rows,
     QUANTIZE_WEIGHT: quantize_weight,
+    DEQUANTIZE_WEIGHT: dequantize_weight,
     MESSAGE_ROWS: message_rows,
     SCALED_GROUPED_MM: scaled_grouped_mm,
 }
@@ -404,6 +447,7 @@ REFERENCES: Final[Mapping[Any, Callable[..., Any]]] = {
 _FAKES: Final[Mapping[Any, Callable[..., Any]]] = {
     QUANTIZE_ROWS: _fake_quantize_rows,
     QUANTIZE_WEIGHT: _fake_quantize_weight,
+    DEQUANTIZE_WEIGHT: _fake_dequantize_weight,
     MESSAGE_ROWS: _fake_message_rows,
     SCALED_GROUPED_MM: _fake_product,
 }
@@ -411,6 +455,7 @@ _FAKES: Final[Mapping[Any, Callable[..., Any]]] = {
 _KERNELS: Final[Mapping[Any, Callable[..., Any]]] = {
     QUANTIZE_ROWS: _rows_by_kernel,
     QUANTIZE_WEIGHT: _weight_by_kernel,
+    DEQUANTIZE_WEIGHT: dequantize_weight,
     MESSAGE_ROWS: _message_by_kernel,
     SCALED_GROUPED_MM: _product_by_kernel,
 }

@@ -25,6 +25,7 @@ from tests.report.test_page import data_of
 from torchtitan_integration.dry_run.layers import beside
 from torchtitan_integration.dry_run.stages import measure_stages
 from torchtitan_integration.dry_run.world import fake_rank
+from torchtitan_integration.eight_bit_gathers import said_of_gathers
 from torchtitan_integration.job_file import read_job
 from torchtitan_integration.parallelize import apply_model_parallelism, bytes_held
 
@@ -96,6 +97,28 @@ def cells(output, label):
     """Return the cells of the table row that begins with `label`."""
     (row,) = re.findall(rf"^ +{re.escape(label)}  +(.*)$", output, re.MULTILINE)
     return row.split()
+
+
+def gathered_here(rank, flags):
+    """Return the bytes that FSDP gathers of the debug model, and what is said of experts."""
+    begin_again()
+    file, said = read_job(CONFIG, flags), []
+
+    def describe(rank):
+        said.append(said_of_gathers(rank.job, rank.dims, rank.model_args.moe_args))
+
+    return measure_stages(file, 2, describe).states[0].gathered, *said
+
+
+def test_weights_gathered_in_eight_bits_are_counted_by_hand(process):
+    """Two blocks of four experts on this rank, each of three weights of one block of numbers."""
+    eight = "--megamoe.expert_compute=fp8_blockwise"
+    asked = [[], [eight], [eight, "--megamoe.disable_passes=feed_products"]]
+    (plain, ours, kept) = (process.run(gathered_here, flags)[0] for flags in asked)
+    block = DIM * DIM
+    assert plain[0] - ours[0] == 2 * 3 * EXPERTS // 2 * (block * FLOAT32 - (block + FLOAT32))
+    assert plain[1] == "" and ours[1].endswith("in eight bits")
+    assert kept[0] == plain[0] and kept[1].endswith("disable_passes has feed_products")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from moe_compile.ops.product_formats import ELEMENTS, FORMATS, refusal
 from moe_compile.ops.quantized_rows import GATHER_QUANTIZE_PACK, UNPACK_DEQUANTIZE
 from moe_compile.ops.scaled_products import (
+    DEQUANTIZE_WEIGHT,
     GROUPED_MM_FP8,
     MESSAGE_ROWS,
     QUANTIZE_ROWS,
@@ -88,6 +89,21 @@ def test_the_largest_of_a_block_is_the_largest_of_its_type(element, largest):
     assert payload[0, :2].float().tolist() == [largest, -largest / 2]
     assert scales[0, 0] == torch.tensor(1.0) / largest
     assert scales[0, 1] == torch.tensor(2.0**-126)  # of zeros: the least normal number
+
+
+@given(st.integers(1, 3), WIDTHS, WIDTHS, st.integers(0, 99))
+@settings(deadline=None)
+def test_a_weight_that_is_unpacked_is_quantised_to_what_it_was(experts, width, columns, seed):
+    """Its blocks are those of the transposed weight, whose payload is the same, transposed."""
+    weight = drawn(experts, width, columns, seed=seed) * 2.0 ** (seed - 50)
+    payload, scales = QUANTIZE_WEIGHT(weight, "blockwise")
+    again = DEQUANTIZE_WEIGHT(payload, scales, "blockwise", torch.bfloat16)
+    assert again.stride() == payload.stride()
+    torch.testing.assert_close(again, weight, rtol=2**-3.9, atol=2**-9 * scales.max().item())
+    for one in (again, weight):
+        turned, of_turned = QUANTIZE_WEIGHT(one.transpose(1, 2), "blockwise")
+        assert torch.equal(bits(turned), bits(payload.transpose(1, 2)))
+        assert torch.equal(of_turned, scales.transpose(1, 2))
 
 
 def test_a_row_or_a_column_has_one_scale_if_rowwise():
@@ -319,7 +335,8 @@ def samples():
         ]
     messages = [(MESSAGE_ROWS, (message, i, 224)) for i in (None, index, index[:1], index[:0])]
     gradient = (QUANTIZE_ROWS, (rows, "blockwise", "e5m2"))
-    return [*for_all, *messages, gradient]
+    in_blocks = (*QUANTIZE_WEIGHT(weight, "blockwise"), "blockwise", torch.bfloat16)
+    return [*for_all, *messages, gradient, (DEQUANTIZE_WEIGHT, in_blocks)]
 
 
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

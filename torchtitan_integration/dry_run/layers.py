@@ -28,7 +28,7 @@ from typing import Any, Final
 import torch
 import torch.fx as fx
 from torch._dynamo.exc import BackendCompilerFailed
-from torchtitan.config import JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 
 from moe_compile.check.parent import with_parent
 from moe_compile.choices import Choice, Rewritten, alternatives
@@ -55,6 +55,7 @@ from torchtitan_integration.dry_run.world import (
     model_of_blocks,
     smaller_kinds,
 )
+from torchtitan_integration.eight_bit_gathers import gathers_in_eight_bits, hold_gathered
 from torchtitan_integration.parallelize import apply_model_parallelism, backend_options
 
 DEFAULT_HARDWARE: Final = "h100"
@@ -193,6 +194,9 @@ def trace_layers(
         job.compile.backend = backend
         model = model_of_blocks(rank, names)
         apply_model_parallelism(model, rank.dims, job)
+        if gathers_in_eight_bits(rank.job, rank.dims, rank.model_args.moe_args):
+            for experts in (b.moe.experts for b in model.layers.values() if b.moe_enabled):
+                hold_gathered(experts, TORCH_DTYPE_MAP[rank.job.training.mixed_precision_param])
         block, arguments = call_of_graph(model, rank)
         _compile(block.compiled, arguments)
         found[-1].kind = kind

@@ -50,6 +50,7 @@ from torchtitan_integration.dry_run.stages import (
     trace_stages,
 )
 from torchtitan_integration.dry_run.world import FakeRank
+from torchtitan_integration.eight_bit_gathers import said_of_gathers
 from torchtitan_integration.job_file import JobFile, uses_megamoe
 
 MB: Final = 1e6
@@ -313,6 +314,8 @@ def _describe(file: JobFile, rank: FakeRank, console: Console) -> None:
         f"{training.seq_len}, local batch {training.local_batch_size}, {rank.dims.world_size} "
         f"ranks ({degrees})"
     )
+    if said := said_of_gathers(rank.job, rank.dims, rank.model_args.moe_args):
+        console.print(f"{said}.", markup=False)
     if file.read("megamoe.hardware", "detect") == "detect":
         console.print(
             f"Times are for hardware profile {DEFAULT_HARDWARE}, because the file does not set "

@@ -41,6 +41,11 @@ from torchtitan_integration.dry_run.world import (
     kind_of_graph,
     stages_of,
 )
+from torchtitan_integration.eight_bit_gathers import (
+    bytes_of,
+    gathers_in_eight_bits,
+    weights_of,
+)
 from torchtitan_integration.job_config import options_of
 from torchtitan_integration.job_file import JobFile, first_ranks_of_stages
 from torchtitan_integration.meshes import exchange_buffers
@@ -132,10 +137,21 @@ def _gathered(rank: FakeRank, groups: Iterable[Sequence[nn.Module]]) -> int:
     sizes = []
     for blocks in groups:
         own = {id(p): p for b in blocks for p in b.parameters()}  # experts have two ways in
-        sizes.append(sum(_local_bytes(p, dtype) * _shards(p) for p in own.values()))
+        small = [w for block in blocks for w in _in_eight_bits(rank, block)]
+        large = [p for p in own.values() if all(p is not w for w in small)]
+        size = sum(_local_bytes(p, dtype) * _shards(p) for p in large)
+        sizes.append(size + sum(bytes_of(w.to_local().shape) * _shards(w) for w in small))
     policy = rank.job.parallelism.fsdp_reshard_after_forward
     keeps_all = policy == "never" or (policy == "default" and rank.dims.pp_enabled)
     return sum(sizes) if keeps_all else sum(sorted(sizes)[-2:])  # this graph and the next
+
+
+def _in_eight_bits(rank: FakeRank, block: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of a block that FSDP gathers in eight bits, whole experts on a rank."""
+    gathers = block.moe_enabled and gathers_in_eight_bits(
+        rank.job, rank.dims, rank.model_args.moe_args
+    )
+    return [*weights_of(block.moe.experts).values()] if gathers else []
 
 
 def _shards(parameter: nn.Parameter) -> int:
