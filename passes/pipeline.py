@@ -51,6 +51,7 @@ from passes.offload_activations import OffloadActivations
 from passes.outside import load_rewrites
 from passes.pin_order import PinOrder
 from passes.plan_regions import PlanRegions
+from passes.quantise_where_made import QuantiseWhereMade
 from passes.quantize_exchanges import QuantizeExchanges
 from passes.quantize_products import QuantizeProducts
 from passes.realize_slices import RealizeSlices
@@ -140,7 +141,14 @@ RECORD: Final = Level((RecordOrder(), MeasureWaits()), frozenset({Fact.FUNCTIONA
 """Passes on the same graphs next, in whatever order their nodes are."""
 
 PIN: Final = Level(
-    (CopyFills(), RealizeSlices(), SizeAttention(), BoundCaptures(), PinOrder()),
+    (
+        QuantiseWhereMade(),
+        CopyFills(),
+        RealizeSlices(),
+        SizeAttention(),
+        BoundCaptures(),
+        PinOrder(),
+    ),
     frozenset({Fact.FUNCTIONAL}),
 )
 """Passes on the same graphs last, where Inductor generates their code."""
