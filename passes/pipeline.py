@@ -69,6 +69,7 @@ from passes.split_addends import SplitAddends
 from passes.split_batch import SplitBatch
 from passes.unpack_integers import UnpackIntegers
 from passes.verify_schedule import VerifySchedule
+from passes.whole_weights import WholeWeights
 from passes.zero_empty_groups import ZeroEmptyGroups
 
 LOG: Final = logging.getLogger("moe_compile.passes")  # under TORCH_LOGS=+moe_compile
@@ -110,6 +111,7 @@ JOINT: Final = Level(
         SizesFromSplits(),
         SaveExchanges(),
         SaveOverwritten(),
+        WholeWeights(),
         FeedProducts(),
     ),
     frozenset({Fact.FUNCTIONAL}),
