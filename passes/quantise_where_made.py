@@ -63,19 +63,18 @@ class QuantiseWhereMade(GraphPass):
         del state
         found = [node for node in graph.nodes if is_quantised_on_gpu(node)]
         chosen = [node for node in found if _blocks(node)]
-        reason, detail = Reason.ALREADY_DONE, "one kernel of megamoe runs it"
+        detail = "one kernel of megamoe runs it"
         if chosen and not register_lowering():
-            chosen, reason, detail = [], Reason.NO_MEANS, ""
+            chosen, detail = [], f"{detail}: this torch cannot divide exactly in Inductor's kernels"
         for node in chosen:
             node.all_input_nodes[0].append(node)
-        left = (node for node in found if node not in chosen)
-        return PassReport(
-            pass_name=self.name,
-            applied=tuple(node.name for node in chosen),
-            skipped=tuple(
-                Verdict(candidate=node.name, reason=reason, detail=detail) for node in left
-            ),
+        skipped = tuple(
+            Verdict(candidate=node.name, reason=Reason.ALREADY_DONE, detail=detail)
+            for node in found
+            if node not in chosen
         )
+        applied = tuple(node.name for node in chosen)
+        return PassReport(pass_name=self.name, applied=applied, skipped=skipped)
 
 
 def is_quantised_on_gpu(node: fx.Node) -> bool:
@@ -84,6 +83,11 @@ def is_quantised_on_gpu(node: fx.Node) -> bool:
         return False
     rows = tensor_of(node.all_input_nodes[0])
     return rows is not None and has_kernel(rows.device)
+
+
+def is_made_in_blocks(rows: fx.Node) -> bool:
+    """Whether the kernel that quantises some rows makes them, and writes them for other readers."""
+    return any(is_quantised_on_gpu(reader) and _blocks(reader) for reader in rows.users)
 
 
 def _blocks(quantised: fx.Node) -> int:
@@ -180,17 +184,22 @@ class _Blocks:
 
         What Inductor may have made of them so far has no reader then, and is dropped.
         """
-        maker = getattr(rows.data, "data", None)
-        if isinstance(maker, self.ir.ComputedBuffer):
+        box, is_view = rows.data, False
+        while isinstance(box, self.ir.BaseView):
+            box, is_view = box.data, True
+        maker: Any = getattr(box, "data", None)
+        if isinstance(maker, self.ir.ComputedBuffer) and not is_view:
             maker = maker.data
         is_made_here = isinstance(maker, self.ir.Pointwise) and not is_read
-        load_rows = maker.make_loader() if is_made_here else rows.make_loader()
+        load_rows = (maker if is_made_here and not is_view else rows).make_loader()
 
         def element_at(place: Sequence[Any]) -> Any:
             row, block = FloorDiv(place[0], in_a_row), ModularIndexing(place[0], 1, in_a_row)
             return load_rows([row, block * self.size + place[1]])
 
         if not is_made_here:
+            rows.realize()
+            load_rows = rows.make_loader()
             return element_at
         made = self._pointwise(rows.get_dtype(), element_at, [self.number, self.size])
         rows.data = _as(self.ir, made, rows.get_size()).data  # as readers from here on see it
@@ -249,7 +258,7 @@ class _Blocks:
 def _counter(ir: Any, virtualized: Any) -> Callable[[Any], Any]:
     """Return a function that gives a number of rows as a number or as one symbol."""
 
-    class NamedSize(ir.AssertScalar):  # type: ignore[misc]
+    class NamedSize(ir.AssertScalar):
         """A symbol for a sum, written ahead of what uses it."""
 
         def __init__(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:

@@ -34,7 +34,7 @@ SWAPS: Final = (ATEN.transpose.int, ATEN.permute.default)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Experts `start` to `end` of a weight, seen through views, and the node that quantises them."""
+    """Experts `start` to `end` of a weight, seen through views, and what quantises them."""
 
     quantised: fx.Node
     weight: fx.Node
@@ -76,7 +76,8 @@ def _part(quantised: fx.Node) -> _Part | None:
 
 
 def _keeps_experts(view: fx.Node) -> bool:
-    value, (_, *dims) = tensor_of(view), view.args
+    value = tensor_of(view)
+    dims: list[Any] = list(view.args[1:])
     assert value is not None
     if view.target is ATEN.transpose.int:
         return 0 not in (dim % value.dim() for dim in dims)
@@ -86,7 +87,8 @@ def _keeps_experts(view: fx.Node) -> bool:
 def _cut(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Return the weight of which a node is some experts, the first of them and the end."""
     if node.target is SLICE:
-        made, (weight, *place) = tensor_of(node), node.args
+        made, weight = tensor_of(node), node.args[0]
+        place: list[Any] = list(node.args[1:])
         dim, start, _, step = [*place, *(0, 0, None, 1)[len(place) :]]
         if made is None or (dim, step) != (0, 1) or type(start) is not int or start < 0:
             return None

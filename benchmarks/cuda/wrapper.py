@@ -166,9 +166,12 @@ class _Reader:
             self._tensors[name] = Tensor(name, None, itemsize)
             maker.writes.append(self._tensors[name])
         else:
-            self._numbers[name] = ast.unparse(value)
-            if SIZE.fullmatch(name) and isinstance(value, ast.BinOp):
-                self._named[name] = self._numbers[name]
+            self._note_number(name, value)
+
+    def _note_number(self, name: str, value: ast.expr) -> None:
+        self._numbers[name] = ast.unparse(value)
+        if SIZE.fullmatch(name) and isinstance(value, ast.BinOp):
+            self._named[name] = self._numbers[name]
 
     def _run_part(self, call: ast.Call) -> None:
         """Note a captured part as one call, then each of its own."""

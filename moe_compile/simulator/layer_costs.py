@@ -358,7 +358,7 @@ class LayerCosts(LayerSizes):
         """Weight gradient of the down projection; `part` of the local experts."""
         return self._grouped_gradient_us(part, self.expert_slice, self.model.width)
 
-    # operators that products of experts in fp8 add: rows are quantised in the kernel that makes them
+    # operators that products of experts in fp8 add; rows are quantised where they are made
 
     def arrived_us(self, part: float = 1.0) -> float:
         """Rows that came for the first products, sorted by expert, and quantised unless they are.
