@@ -40,6 +40,7 @@ from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 from torch.utils._sympy.numbers import int_oo
 
+from moe_compile.graph.precedence import is_view
 from moe_compile.graph.query import argument_of, tensor_of
 from moe_compile.journal.entries import PassReport, Verdict
 from moe_compile.journal.reasons import Reason
@@ -149,10 +150,15 @@ def register_lowering() -> bool:
 
 
 def _is_read_before(graph: Any) -> bool:
-    """Whether Inductor has lowered another reader of the rows than the one it is at."""
+    """Whether Inductor has lowered another reader of the rows than the one it is at.
+
+    Rows that are a slice may have no other reader of what they are a slice of, now or later.
+    """
     quantised = graph.current_node
-    readers = quantised.all_input_nodes[0].users
-    return any(reader in graph.env for reader in readers if reader is not quantised)
+    rows = quantised.all_input_nodes[0]
+    if is_view(rows) and any(len(base.users) > 1 for base in rows.all_input_nodes):
+        return True
+    return any(reader in graph.env for reader in rows.users if reader is not quantised)
 
 
 def _as(ir: Any, made: Any, size: Sequence[Any]) -> Any:
@@ -184,20 +190,14 @@ class _Blocks:
 
         What Inductor may have made of them so far has no reader then, and is dropped.
         """
-        box, is_view = rows.data, False
-        while isinstance(box, self.ir.BaseView):
-            box, is_view = box.data, True
-        maker: Any = getattr(box, "data", None)
-        if isinstance(maker, self.ir.ComputedBuffer) and not is_view:
-            maker = maker.data
-        is_made_here = isinstance(maker, self.ir.Pointwise) and not is_read
-        load_rows = (maker if is_made_here and not is_view else rows).make_loader()
+        maker = None if is_read else self._maker_of(rows)
+        load_rows = (maker or rows).make_loader()
 
         def element_at(place: Sequence[Any]) -> Any:
             row, block = FloorDiv(place[0], in_a_row), ModularIndexing(place[0], 1, in_a_row)
             return load_rows([row, block * self.size + place[1]])
 
-        if not is_made_here:
+        if maker is None:
             rows.realize()
             load_rows = rows.make_loader()
             return element_at
@@ -205,6 +205,20 @@ class _Blocks:
         rows.data = _as(self.ir, made, rows.get_size()).data  # as readers from here on see it
         loader: Callable[[Sequence[Any]], Any] = made.make_loader()
         return loader
+
+    def _maker_of(self, rows: Any) -> Any:
+        """Return what has the values of rows, where a kernel is still to make them; else None."""
+        box, base = rows.data, getattr(rows.data, "data", None)
+        if isinstance(box, self.ir.ReinterpretView):  # the first rows of what Inductor has made
+            buffer, seen = base.data, box.layout
+            made = getattr(buffer, "layout", None)
+            if made is None or seen.offset != 0 or list(seen.stride) != list(made.stride):
+                return None
+            base = buffer
+        elif isinstance(box, self.ir.BaseView):
+            return rows if isinstance(getattr(base, "data", None), self.ir.Pointwise) else None
+        maker = base.data if isinstance(base, self.ir.ComputedBuffer) else base
+        return maker if isinstance(maker, self.ir.Pointwise) else None
 
     def quantised(
         self, load: Callable[[Sequence[Any]], Any], dtype: torch.dtype

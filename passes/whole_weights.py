@@ -87,12 +87,11 @@ def _keeps_experts(view: fx.Node) -> bool:
 def _cut(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Return the weight of which a node is some experts, the first of them and the end."""
     if node.target is SLICE:
-        made, weight = tensor_of(node), node.args[0]
-        place: list[Any] = list(node.args[1:])
-        dim, start, _, step = [*place, *(0, 0, None, 1)[len(place) :]]
-        if made is None or (dim, step) != (0, 1) or type(start) is not int or start < 0:
+        made, start = tensor_of(node), argument_of(node, 2, "start", default=0)
+        others = argument_of(node, 1, "dim", default=0), argument_of(node, 4, "step", default=1)
+        if made is None or others != (0, 1) or type(start) is not int or start < 0:
             return None
-        return weight, start, start + int(made.shape[0])
+        return node.args[0], start, start + int(made.shape[0])
     if node.target is not operator.getitem or node.args[0].target not in SPLITS:
         return None
     split, number = node.args
