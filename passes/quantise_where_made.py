@@ -190,12 +190,12 @@ class _Blocks:
 
         What Inductor may have made of them so far has no reader then, and is dropped.
         """
-        maker = None if is_read else self._maker_of(rows)
+        maker, first = (None, 0) if is_read else self._maker_of(rows)
         load_rows = (maker or rows).make_loader()
 
         def element_at(place: Sequence[Any]) -> Any:
             row, block = FloorDiv(place[0], in_a_row), ModularIndexing(place[0], 1, in_a_row)
-            return load_rows([row, block * self.size + place[1]])
+            return load_rows([row + first, block * self.size + place[1]])
 
         if maker is None:
             rows.realize()
@@ -206,19 +206,25 @@ class _Blocks:
         loader: Callable[[Sequence[Any]], Any] = made.make_loader()
         return loader
 
-    def _maker_of(self, rows: Any) -> Any:
-        """Return what has the values of rows, where a kernel is still to make them; else None."""
-        box, base = rows.data, getattr(rows.data, "data", None)
-        if isinstance(box, self.ir.ReinterpretView):  # the first rows of what Inductor has made
-            buffer, seen = base.data, box.layout
-            made = getattr(buffer, "layout", None)
-            if made is None or seen.offset != 0 or list(seen.stride) != list(made.stride):
-                return None
-            base = buffer
+    def _maker_of(self, rows: Any) -> tuple[Any, int]:
+        """Return what has the values of rows, if a kernel is still to make them, and their first.
+
+        The first is 0 but for rows that are a slice of what Inductor has begun to make.
+        """
+        box, base, first = rows.data, getattr(rows.data, "data", None), 0
+        if isinstance(box, self.ir.ReinterpretView):
+            base, seen = base.data, box.layout
+            made = getattr(base, "layout", None)
+            if made is None or [*seen.stride] != [*made.stride]:
+                return None, 0
+            first, rest = divmod(seen.offset - made.offset, seen.stride[0])
+            if rest != 0:
+                return None, 0
         elif isinstance(box, self.ir.BaseView):
-            return rows if isinstance(getattr(base, "data", None), self.ir.Pointwise) else None
+            is_to_make = isinstance(getattr(base, "data", None), self.ir.Pointwise)
+            return (rows if is_to_make else None), 0
         maker = base.data if isinstance(base, self.ir.ComputedBuffer) else base
-        return maker if isinstance(maker, self.ir.Pointwise) else None
+        return (maker if isinstance(maker, self.ir.Pointwise) else None), first
 
     def quantised(
         self, load: Callable[[Sequence[Any]], Any], dtype: torch.dtype
