@@ -1,22 +1,18 @@
-"""Rows for products are quantised in the kernel that makes them, to the bytes of the reference."""
+"""Rows for products are quantised in the kernel that makes them, and priced so.
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+tests/benchmarks/test_cuda_code.py runs that kernel in Triton's interpreter.
+"""
 
 import pytest
 import torch
 import torch.fx as fx
 
-from benchmarks.cuda.device_guard import missing
 from moe_compile.cost.amounts import amounts_of
 from moe_compile.cost.sizes import NominalSizes
 from moe_compile.ops.scaled_products import QUANTIZE_ROWS
 from passes import quantise_where_made
 from passes.quantise_where_made import QuantiseWhereMade
 
-ROOT = Path(__file__).parents[2]
 ATEN = torch.ops.aten
 DETAIL = "one kernel of megamoe runs it"
 
@@ -75,18 +71,3 @@ def test_the_price_of_quantising_is_what_it_writes():
     quantised.prev.replace_all_uses_with(quantised)
     graph.erase_node(quantised.prev)
     assert amounts_of(rows, NominalSizes({})).written == 0  # nothing else reads them
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(missing()), reason=missing() or "there")
-@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
-def test_one_kernel_of_inductor_makes_rows_and_quantises_them_to_the_same_bytes(tmp_path, recipe):
-    """In Triton's interpreter; the rows are written too, in bfloat16."""
-    for step in ("write", "run"):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.ops.generated_quantiser", step, tmp_path / "code.py",
-             recipe],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=900, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
