@@ -211,7 +211,8 @@ class _Blocks:
 
         The first is 0 but for rows that are a slice of what Inductor has begun to make.
         """
-        box, base, first = rows.data, getattr(rows.data, "data", None), 0
+        box, first = rows.data, 0
+        base: Any = getattr(box, "data", None)
         if isinstance(box, self.ir.ReinterpretView):
             base, seen = base.data, box.layout
             made = getattr(base, "layout", None)
