@@ -31,6 +31,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layer_program import AOT, aot_graphs
+from moe_compile.cost.sizes import NominalSizes, nominal_hints
 from moe_compile.entry_points import hash_of_packages
 from moe_compile.errors import InvalidConfig
 from moe_compile.failed_compilation import forget_unfinished_symbols
@@ -61,6 +62,7 @@ from passes.pipeline import (
     Level,
     run_level,
 )
+from passes.quantise_where_made import is_quantised_on_gpu
 from passes.save_overwritten import mark_overwritten
 
 EARLY: Final = "post_grad_custom_pre_pass"
@@ -208,17 +210,29 @@ def compile_with_inductor(
         ours[PARTITIONER] = Partitioner(state, _other_partitioner(patches, decides))
     settings = {**patches, **ours, **passes}
     with _backward_ahead() if levels else contextlib.nullcontext():
-        inner_compile = _keeping_saved_tensors if passes else compile_fx_inner
+        inner_compile = _inner_compile({}) if passes else compile_fx_inner
         return _compile_without_failures(gm, example_inputs, state, inner_compile, settings)
 
 
-def _keeping_saved_tensors(*arguments: Any, **settings: Any) -> Any:
-    """Compile one graph by Inductor, whose backward writes into no saved tensor.
+def _inner_compile(known: dict[str, int]) -> Callable[..., Any]:
+    """Return what compiles one graph by Inductor, whose backward writes into no saved tensor.
 
-    Not on a hook of Inductor's passes: these do not run where Inductor has the code in its cache.
+    Inductor fuses kernels over rows only if it has hints of their number. It is given ours where
+    rows are quantised in the kernel that makes them; `known` has those of the forward. Neither is
+    done on a hook of Inductor's passes: these do not run where Inductor has the code in its cache,
+    and hints are part of its key.
     """
-    keep_saved_tensors()
-    return compile_fx_inner(*arguments, **settings)
+
+    def compile_one(gm: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
+        keep_saved_tensors()
+        if not any(map(is_quantised_on_gpu, gm.graph.nodes)):
+            return compile_fx_inner(gm, *arguments, **settings)
+        sizes = NominalSizes(known)
+        sizes.learn(gm.graph)
+        with nominal_hints(gm.graph, sizes):
+            return compile_fx_inner(gm, *arguments, **settings)
+
+    return compile_one
 
 
 def _option_of_what_is_kept(config: MegaMoEConfig) -> str:

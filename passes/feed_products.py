@@ -94,7 +94,9 @@ class FeedProducts(GraphPass):
 
     name: ClassVar[str] = "feed_products"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
-    after: ClassVar[frozenset[str]] = frozenset({"save_overwritten"})  # a policy is left alone
+    after: ClassVar[frozenset[str]] = frozenset(
+        {"save_overwritten", "whole_weights"}  # a policy is left alone
+    )
 
     def run(self, graph: fx.Graph, state: CompileState) -> PassReport:
         """Feed all products whose rows are moved, and nothing more, since they arrived."""
@@ -116,7 +118,8 @@ class FeedProducts(GraphPass):
         for target in (QUANTIZE_WEIGHT, QUANTIZE_COLUMNS):
             for node in graph.find_nodes(op="call_function", target=target):
                 if is_of_backward(node):
-                    _compute_again([node, *node.users])
+                    parts = (view for one in node.users for view in filter(is_view, one.users))
+                    _compute_again([node, *node.users, *parts])
         return PassReport(
             pass_name=self.name, applied=tuple(node.name for node in (*fed, *weights))
         )

@@ -51,6 +51,7 @@ from passes.offload_activations import OffloadActivations
 from passes.outside import load_rewrites
 from passes.pin_order import PinOrder
 from passes.plan_regions import PlanRegions
+from passes.quantise_where_made import QuantiseWhereMade
 from passes.quantize_exchanges import QuantizeExchanges
 from passes.quantize_products import QuantizeProducts
 from passes.realize_slices import RealizeSlices
@@ -68,6 +69,7 @@ from passes.split_addends import SplitAddends
 from passes.split_batch import SplitBatch
 from passes.unpack_integers import UnpackIntegers
 from passes.verify_schedule import VerifySchedule
+from passes.whole_weights import WholeWeights
 from passes.zero_empty_groups import ZeroEmptyGroups
 
 LOG: Final = logging.getLogger("moe_compile.passes")  # under TORCH_LOGS=+moe_compile
@@ -109,6 +111,7 @@ JOINT: Final = Level(
         SizesFromSplits(),
         SaveExchanges(),
         SaveOverwritten(),
+        WholeWeights(),
         FeedProducts(),
     ),
     frozenset({Fact.FUNCTIONAL}),
@@ -140,7 +143,14 @@ RECORD: Final = Level((RecordOrder(), MeasureWaits()), frozenset({Fact.FUNCTIONA
 """Passes on the same graphs next, in whatever order their nodes are."""
 
 PIN: Final = Level(
-    (CopyFills(), RealizeSlices(), SizeAttention(), BoundCaptures(), PinOrder()),
+    (
+        QuantiseWhereMade(),
+        CopyFills(),
+        RealizeSlices(),
+        SizeAttention(),
+        BoundCaptures(),
+        PinOrder(),
+    ),
     frozenset({Fact.FUNCTIONAL}),
 )
 """Passes on the same graphs last, where Inductor generates their code."""

@@ -25,6 +25,7 @@ from moe_compile.graph.precedence import is_view
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
+from passes.quantise_where_made import is_made_in_blocks
 
 ATEN: Final = torch.ops.aten
 PARTS: Final = frozenset(
@@ -52,6 +53,8 @@ class RealizeSlices(GraphPass):
 
 
 def _is_read_in_slices(node: fx.Node) -> bool:
+    if len(node.users) == 1 and is_made_in_blocks(next(iter(node.users))):
+        return False  # the slice is written once as well
     readers = list(_readers(node, is_slice=False))
     copies = (is_slice and not fuses_what_it_reads(one) for one, is_slice in readers)
     return len(readers) > 1 and any(copies)

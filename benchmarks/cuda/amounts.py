@@ -60,6 +60,11 @@ def balanced_sizes(
     return {name: round(float(value)) for name, value in zip(symbols, solution, strict=True)}
 
 
+def with_named(wrapper: Wrapper, sizes: Sizes) -> Sizes:
+    """Return the same sizes, and those that the code itself names."""
+    return {**sizes, **{n: evaluated(size, sizes) for n, size in wrapper.named_sizes.items()}}
+
+
 def _difference(left: str, right: str) -> sympy.Expr:
     return sympy.expand(sympy.sympify(f"({left}) - ({right})".replace("//", "/")))
 

@@ -55,6 +55,8 @@ def _missed_alone(where: str, reads: int, figures: Mapping[str, Any]) -> Iterato
         yield f"{where}: {figures['items']} integers taken one by one"
     if not figures["keeps_order"]:
         yield f"{where}: not the scheduler's order but {figures['order']}"
+    if apart := figures.get("quantised_apart"):
+        yield f"{where}: {apart} products whose rows are quantised apart from what makes them"
     for fault in figures["faults"]:
         yield f"{where}: {fault}"
 

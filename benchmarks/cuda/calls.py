@@ -86,6 +86,8 @@ class Wrapper:
     """Distinct Triton kernels."""
     allocated_again: tuple[str, ...] = ()
     """Buffers that more than one statement allocates, of one run."""
+    named_sizes: dict[str, str] = field(default_factory=dict)
+    """Symbol -> the sum that the code gives it."""
     lists_given: tuple[str, ...] = ()
     """Lists of tensors that captured parts are given, which torch cannot record."""
 

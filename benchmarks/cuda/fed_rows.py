@@ -4,6 +4,8 @@ Contract
     Rows are what an all-to-all receives as a matrix. Of the code behind its wait each kernel counts
     that reads the rows, or what another such kernel made of them, up to the first grouped product
     that reads either. Rows that no grouped product reads are left out, as those of a combine.
+    Rows of a product in eight bits are quantised apart where an operator does it, or a kernel that
+    reads as many elements of sixteen bits as Inductor has written in another kernel.
 """
 
 from __future__ import annotations
@@ -53,6 +55,32 @@ def _way(calls: list[Call], rows: Tensor) -> list[Call] | None:
         made |= written
         way.append(call)
     return None
+
+
+def quantised_apart(wrapper: Wrapper) -> Iterator[str]:
+    """Return the calls that quantise rows which another kernel of Inductor's has made."""
+    writer: dict[str, Call] = {}
+    for call in wrapper.calls:
+        if call.name.endswith("quantize_rows") and call.kind is Kind.EXTERN:
+            yield call.name
+        if call.name.endswith("scaled_grouped_mm"):
+            payload = call.reads[0]
+            made = writer.get(payload.storage)
+            if made is not None and made.kind is Kind.TRITON and _reads_rows(made, payload, writer):
+                yield made.name
+        writer |= {tensor.storage: call for tensor in call.writes}
+
+
+def _reads_rows(quantiser: Call, payload: Tensor, writer: Mapping[str, Call]) -> bool:
+    """Whether a kernel reads what Inductor has written, of the shape of its payload."""
+    return any(
+        tensor.itemsize == 2
+        and tensor.shape == payload.shape
+        and tensor.storage not in {t.storage for t in quantiser.writes}
+        and (made := writer.get(tensor.storage)) is not None
+        and made.kind is Kind.TRITON
+        for tensor in quantiser.reads
+    )
 
 
 def _counted(way: list[Call], rows: Tensor, sizes: Mapping[str, int]) -> FedRows:

@@ -19,9 +19,10 @@ from benchmarks.cuda.amounts import (
     places_of_weights,
     weights_of_backward,
     weights_of_forward,
+    with_named,
 )
 from benchmarks.cuda.calls import Call, Kind, Wrapper
-from benchmarks.cuda.fed_rows import FedRows, fed_rows
+from benchmarks.cuda.fed_rows import FedRows, fed_rows, quantised_apart
 from benchmarks.cuda.in_flight import faults
 from benchmarks.cuda.wrapper import read_wrapper
 from moe_compile.testing.wrapper_order import EventKind
@@ -70,6 +71,8 @@ class Findings:
     """Of weights and activations, by the costs that it was scheduled by."""
     fed: tuple[FedRows, ...]
     """Rows of each exchange that a grouped product multiplies, on their way to it."""
+    quantised_apart: int
+    """Products in eight bits whose rows another kernel quantises than the one that makes them."""
     order: str
     """Of launches, waits, matrix products and attention, one letter each."""
     keeps_order: bool
@@ -109,6 +112,7 @@ def _findings(
     estimated_bytes: float,
     kept: Iterable[str] = (),
 ) -> Findings:
+    sizes = with_named(wrapper, sizes)
     triton = [c for c in wrapper.calls if c.kind is Kind.TRITON]
     moved = bytes_of(wrapper, sizes, weights)
     order = _order(wrapper)
@@ -135,6 +139,7 @@ def _findings(
         collective_bytes=moved.collectives,
         estimated_bytes=estimated_bytes,
         fed=tuple(fed_rows(wrapper, sizes)),
+        quantised_apart=sum(1 for _ in quantised_apart(wrapper)),
         order=order,
         keeps_order=_by_exchange(order) == _by_exchange(scheduled),
         faults=tuple(faults(wrapper)),

@@ -91,6 +91,7 @@ class _Reader:
         self._calls: list[Call] = []
         self._equations: list[tuple[str, str]] = []
         self._numbers: dict[str, str] = {}
+        self._named: dict[str, str] = {}
         self._checks: dict[str, int] = {}
         self._inputs: tuple[str, ...] = ()
         self._results: tuple[str, ...] = ()
@@ -105,6 +106,7 @@ class _Reader:
             tensors=frozenset(self._itemsizes) & set(self._inputs),
             results=self._results,
             equations=self._equations,
+            named_sizes=self._named,
             num_range_checks=self._checks,
             num_triton_sources=len(self._pointers),
             lists_given=tuple(self._lists_given),
@@ -164,7 +166,12 @@ class _Reader:
             self._tensors[name] = Tensor(name, None, itemsize)
             maker.writes.append(self._tensors[name])
         else:
-            self._numbers[name] = ast.unparse(value)
+            self._note_number(name, value)
+
+    def _note_number(self, name: str, value: ast.expr) -> None:
+        self._numbers[name] = ast.unparse(value)
+        if SIZE.fullmatch(name) and isinstance(value, ast.BinOp):
+            self._named[name] = self._numbers[name]
 
     def _run_part(self, call: ast.Call) -> None:
         """Note a captured part as one call, then each of its own."""

@@ -3,7 +3,8 @@
 Contract
     Pure arithmetic on nominal sizes; `cost/rates.py` turns amounts into time.
     Nothing is written between nodes that Inductor fuses: elementwise ones, fills, gathers of rows
-    and concatenations, with each other, into scatters and into reductions, through views as well.
+    and concatenations, with each other, into scatters, into reductions and into `quantize_rows`,
+    through views as well.
     `make cuda-table` reads the generated code for it. Where the host is the device Inductor writes
     concatenations out.
 """
@@ -78,6 +79,8 @@ REDUCTIONS: Final = frozenset(
     {"_log_softmax", "_softmax", "amax", "amin", "any", "mean", "prod", "sum", "var_mean"}
 )
 """Reductions whose kernels compute the values they reduce."""
+ROW_QUANTISER: Final = "quantize_rows"
+"""Our operator that quantises rows for a product, in the kernel that makes these."""
 GATHERS: Final = frozenset({"embedding", "gather", "index", "index_select"})
 """Gathers of torch, all of which a compiler fuses with the readers of the rows."""
 BY_PLACES: Final = frozenset({"sum_of_places", "dots_of_places"})
@@ -216,7 +219,7 @@ def is_fusible(node: fx.Node) -> bool:
 
 def fuses_what_it_reads(node: fx.Node) -> bool:
     """Whether a compiler may make the node's inputs within the node's own kernel."""
-    readers = GATHERS | SCATTERS | REDUCTIONS | {CONCATENATION}
+    readers = GATHERS | SCATTERS | REDUCTIONS | {CONCATENATION, ROW_QUANTISER}
     return is_elementwise(node) or _op(node) in readers
 
 

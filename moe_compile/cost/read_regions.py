@@ -141,10 +141,11 @@ def _with_role(work: Work, node: fx.Node | None, replayed: Replayed) -> Work:
     if node is None:
         return work
     exchange = work.exchange and replayed.exchanges.get(node, "other")
+    is_replayed = node in replayed.nodes and not work.quantises_weight
     return replace(
         work,
         exchange=exchange,
-        is_chunked=node in replayed.nodes or exchange not in ("", "other"),
+        is_chunked=is_replayed or exchange not in ("", "other"),
         expert=replayed.expert_of.get(node),
         slices_weights=node not in replayed.whole_weights,
     )

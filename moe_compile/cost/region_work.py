@@ -58,6 +58,8 @@ class Work:
     """Whether it reads rows in place, of several matrices, in any order."""
     quantises: bool = False
     """Whether it quantises rows or a weight for a product."""
+    quantises_weight: bool = False
+    """Whether it quantises a weight, in one kernel for the experts of all chunks."""
     takes_messages: bool = False
     """Whether it quantises rows as exchanges do, so that it may read a message as it came."""
 

@@ -12,6 +12,7 @@ Contract
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -158,6 +159,29 @@ class NominalSizes:
                     rows = [self.size(t.shape[0]) for t in inputs if t.dim() and is_sized]
                     self.known[str(symbol)] = max(rows, default=self._rows)
                     self._learn_from_all(exchanges)
+
+
+@contextlib.contextmanager
+def nominal_hints(graph: fx.Graph, sizes: NominalSizes) -> Iterator[None]:
+    """Have torch take our nominal sizes where it would guess: its partitioner, or its Inductor.
+
+    The hints are where `torch._dynamo.override_optimization_hint` puts them; those of before are
+    put back. A torch without them guesses.
+    """
+    hints = [
+        (overrides, symbol, value)
+        for symbol, env, value in sizes.by_symbol(graph)
+        if (overrides := getattr(env, "var_to_hint_override", None)) is not None
+    ]
+    before = [(overrides, dict(overrides)) for overrides in {id(o): o for o, *_ in hints}.values()]
+    for overrides, symbol, value in hints:
+        overrides.setdefault(symbol, value)
+    try:
+        yield
+    finally:
+        for overrides, old in before:
+            overrides.clear()
+            overrides.update(old)
 
 
 def _noted_rows(launch: fx.Node) -> int | None:

@@ -298,6 +298,7 @@ def _work_of(
         pads_rows=pads_rows(node),
         reads_pieces=reads_pieces(node),
         quantises=node.target in (QUANTIZE_ROWS, QUANTIZE_WEIGHT, QUANTIZE_COLUMNS),
+        quantises_weight=node.target is QUANTIZE_WEIGHT,
         takes_messages=takes_messages(node),
     )
 

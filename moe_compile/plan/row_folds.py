@@ -33,7 +33,9 @@ class RowFolds:
     permuted: frozenset[int]
     """Exchanges whose rows are put in order as they are unpacked."""
     spared: Mapping[int, float]
-    """Work that gathers, or quantises -> bytes that it no longer reads or writes."""
+    """Work that gathers, or quantises -> bytes that it no longer reads or writes.
+
+    Less than zero where it reads a message itself in place of rows that are made in its kernel."""
     fed: frozenset[int] = frozenset()
     """Exchanges whose rows products alone read, as they came."""
     dropped: frozenset[int] = frozenset()
@@ -146,7 +148,7 @@ class _Fed:
             if source is not None:
                 rows = max(self.phase[i].written for i in self.phase[index].needs)
                 message = self.share_of(self.phase[source]) * rows
-                self.spared[index] = max(0.0, self.phase[index].nbytes - MOVED * message)
+                self.spared[index] = self.phase[index].nbytes - MOVED * message
         for source in {source for source in sources.values() if source is not None}:
             if self._is_fed(source):
                 self.whole.add(source)

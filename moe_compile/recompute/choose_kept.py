@@ -17,9 +17,8 @@ Pseudo-code
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -30,7 +29,7 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_compile.cost.cost_model import estimate_costs
-from moe_compile.cost.sizes import NominalSizes
+from moe_compile.cost.sizes import NominalSizes, nominal_hints
 from moe_compile.plan.state import CompileState
 from moe_compile.recompute.fill_budget import filling
 from moe_compile.recompute.kept import computed_again, kept_storages, results_of
@@ -149,29 +148,6 @@ def holds_tensors_alone(graph: fx.Graph) -> bool:
 def budget_bytes(asked: float, default_bytes: int) -> int:
     """Return the bytes that `activation_budget` allows: a share of the default's, or bytes."""
     return int(asked) if asked > 1 else int(asked * default_bytes)
-
-
-@contextlib.contextmanager
-def nominal_hints(graph: fx.Graph, sizes: NominalSizes) -> Iterator[None]:
-    """Have torch's partitioner take our nominal sizes where it would guess.
-
-    The hints are where `torch._dynamo.override_optimization_hint` puts them; those of before are
-    put back. A torch without them guesses.
-    """
-    hints = [
-        (overrides, symbol, value)
-        for symbol, env, value in sizes.by_symbol(graph)
-        if (overrides := getattr(env, "var_to_hint_override", None)) is not None
-    ]
-    before = [(overrides, dict(overrides)) for overrides in {id(o): o for o, *_ in hints}.values()]
-    for overrides, symbol, value in hints:
-        overrides.setdefault(symbol, value)
-    try:
-        yield
-    finally:
-        for overrides, old in before:
-            overrides.clear()
-            overrides.update(old)
 
 
 class Search:

@@ -358,7 +358,7 @@ class LayerCosts(LayerSizes):
         """Weight gradient of the down projection; `part` of the local experts."""
         return self._grouped_gradient_us(part, self.expert_slice, self.model.width)
 
-    # operators that products of experts in fp8 add
+    # operators that products of experts in fp8 add; rows are quantised where they are made
 
     def arrived_us(self, part: float = 1.0) -> float:
         """Rows that came for the first products, sorted by expert, and quantised unless they are.
@@ -376,11 +376,11 @@ class LayerCosts(LayerSizes):
         return self.permute_us(part) + self._quantised_us(self.model.width, part)
 
     def quantised_hidden_us(self, part: float = 1.0) -> float:
-        """Rows between the first and the second products, quantised."""
+        """Rows between the first and the second products, quantised: the bytes it writes more."""
         return self._quantised_us(self.expert_slice, part)
 
     def quantised_gradient_us(self, part: float = 1.0) -> float:
-        """Gradients of the results of gate and up projection, quantised."""
+        """Gradients of the results of gate and up projection, quantised, likewise."""
         return self._quantised_us(2 * self.expert_slice, part)
 
     def quantised_weights_us(self) -> float:
@@ -402,12 +402,14 @@ class LayerCosts(LayerSizes):
         return self.method.dispatch_bytes == FP8
 
     def _quantised_us(self, columns: float, part: float) -> float:
-        return self._moved_us(BF16 + FP8, columns, part) if self.method.quantises else 0.0
+        return self._moved_us(FP8, columns, part, kernels=0) if self.method.quantises else 0.0
 
-    def _moved_us(self, element_bytes: float, columns: float, part: float) -> float:
-        """Return the time to move so many bytes per element of routed rows, in a kernel."""
+    def _moved_us(
+        self, element_bytes: float, columns: float, part: float, kernels: int = 1
+    ) -> float:
+        """Return the time to move so many bytes per element of routed rows."""
         nbytes = element_bytes * self.routed_rows * columns
-        return self.kernels.memory_us(nbytes * part * self.imbalance)
+        return self.kernels.memory_us(nbytes * part * self.imbalance, kernels)
 
     # operators that a rewrite into chunks adds
 

@@ -17,7 +17,7 @@ from benchmarks.cuda.amounts import (
 from benchmarks.cuda.bars import missed
 from benchmarks.cuda.calls import Kind
 from benchmarks.cuda.device_guard import missing
-from benchmarks.cuda.fed_rows import fed_rows
+from benchmarks.cuda.fed_rows import fed_rows, quantised_apart
 from benchmarks.cuda.findings import _order, findings_in
 from benchmarks.cuda.in_flight import faults
 from benchmarks.cuda.letters import graph_letters
@@ -483,3 +483,31 @@ def test_no_kernel_of_attention_with_wide_heads_spills_on_hopper(heads):
     kernels = json.loads(done.stdout.splitlines()[-1])
     assert any("tem_fused_flex_attention_backward" in kernel["name"] for kernel in kernels)
     assert {kernel["spilled_bytes"] for kernel in kernels} == {0}, kernels
+
+
+@pytest.mark.slow
+@needs_a_compiler
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
+def test_one_kernel_of_inductor_makes_rows_and_quantises_them_to_the_same_bytes(tmp_path, recipe):
+    """In Triton's interpreter; the rows are written too, in bfloat16."""
+    for step in ("write", "run"):
+        command = [sys.executable, "-m", "tests.benchmarks.generated_quantiser", step]
+        done = subprocess.run(
+            [*command, tmp_path / "code.py", recipe], capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_rows_that_another_kernel_quantises_than_makes_them_miss_a_bar():
+    (name,) = quantised_apart(
+        read_wrapper(code(MESSAGES.format(rows=COPIED, product="scaled_grouped_mm")))
+    )
+    assert name == "megamoe.quantize_rows"
+    came = MESSAGES.format(rows=AS_THEY_CAME, product="scaled_grouped_mm")
+    assert not list(quantised_apart(read_wrapper(code(came))))
+    fine = {
+        "triton": 1, "extern": 1, "one_element": 0, "to_host": 1, "items": 0, "keeps_order": True,
+        "faults": (),
+    }  # fmt: skip
+    assert not list(missed("layer", {"1": {"forward": {**fine, "quantised_apart": 0}}}))
+    assert len(list(missed("layer", {"1": {"forward": {**fine, "quantised_apart": 2}}}))) == 1

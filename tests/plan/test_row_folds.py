@@ -81,6 +81,17 @@ def test_rows_that_products_alone_read_are_put_in_order_as_they_came():
     assert price(FED, two, wire_shares={"fp8": 0.5}) < price(FED, two)
 
 
+def test_rows_that_are_quantised_where_they_are_moved_read_the_message_instead():
+    """What quantises reads nothing itself: the gather in its kernel does, or it reads a message."""
+    moved = dataclasses.replace(FED[1], nbytes=ROWS, num_kernels=0)
+    fused = [FED[0], moved, dataclasses.replace(FED[2], nbytes=0.5 * ROWS), FED[3]]
+    folds = row_folds(fused, all_packed)
+    assert [folds.left_of(i, fused[i]).nbytes for i in (1, 2)] == [0.0, ROWS]
+    shares = {"fp8": 0.5}
+    assert price(fused, EIGHT, wire_shares=shares) == price(FED, EIGHT, wire_shares=shares)
+    assert price(fused, Candidate()) < price(FED, Candidate())
+
+
 def test_rows_of_zeros_behind_those_that_came_change_nothing():
     pad = Work(name="cat", needs=(0,), nbytes=ROWS, num_kernels=0, pads_rows=True, is_chunked=True)
     padded = [FED[0], pad, *FED[1:]]

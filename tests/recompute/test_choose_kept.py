@@ -15,11 +15,11 @@ from moe_compile.backend import rewrite
 from moe_compile.codegen import run_on_aot_graph, trace_both
 from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layer_program import aot_graphs
-from moe_compile.cost.sizes import NominalSizes
+from moe_compile.cost.sizes import NominalSizes, nominal_hints
 from moe_compile.graph.precedence import integers_taken
 from moe_compile.graph.query import is_launch, overload_name, value_of
 from moe_compile.journal.reasons import Reason
-from moe_compile.recompute.choose_kept import Search, holds_tensors_alone, nominal_hints
+from moe_compile.recompute.choose_kept import Search, holds_tensors_alone
 from moe_compile.recompute.kept import results_of
 from moe_compile.recompute.never_again import keep_what_is_never_computed_again
 from moe_compile.recompute.policies import BUDGET
