@@ -3,6 +3,8 @@
 In chunks, values are those of the program with reads in as many chunks of tokens.
 """
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,8 +77,9 @@ def with_room(rank, style, room, seeds, num=1):
         for seed in seeds:
             tokens = tokens_of(rank, seed)
             wrong = differing(of, tokens, program, layer)
-            own = bool(RERUN._note)
+            own = bool(RERUN._note[0])
             agreed = RERUN.agreed(torch.device("cpu"))
+            assert agreed == (RERUN.needed > math.ceil(room * 32) / 32)  # an even share of 64 rows
             with RERUN.reading():
                 again = differing(of, tokens, program, layer)
             steps.append((wrong, own, agreed, again))
