@@ -113,7 +113,7 @@ class Rerun:
 
         None where a program of some rank has none, or none ran. All ranks call it.
         """
-        runs, self._runs = self._runs, Counter()
+        runs, self._runs = self._runs, Counter[RoomTimes | None]()
         sums = torch.zeros(1 + len(ROOMS), dtype=torch.float64)
         for times, number in runs.items():
             each = [math.inf] * len(sums) if times is None else [times.reads_us, *times.us]
