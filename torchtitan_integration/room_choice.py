@@ -72,7 +72,7 @@ class RoomChoice:
                 self._path, type(error).__name__, error, ROOM_AT_FIRST,
             )  # fmt: skip
             return ROOMS.index(ROOM_AT_FIRST), FIRST
-        return place, min(max(wait, FIRST), MOST)
+        return place, min(max(wait, 1), MOST)
 
     def end_step(self, *, ran_again: bool) -> bool:
         """Note a step that is over; return whether the next one needs other programs."""

@@ -74,14 +74,14 @@ def test_accumulated_steps_that_run_again_are_those_of_the_job_with_reads(pool_f
 
 
 def check_auto(pool, ranks, folder, expected, *changes):
-    """Train with a room that is too small, until four steps ran again; the fifth has room."""
+    """Train with a room that is too small for two steps, then with one that is chosen."""
     (folder / "auto").mkdir()
-    kept = {"room": 1.1, "steps_to_next_choice": 512}
+    kept = {"room": 1.1, "steps_to_next_choice": 2}
     (folder / "auto" / "row_room.json").write_text(json.dumps(kept))
     auto = run(pool, ranks, folder / "auto", *changes, without("auto"))
-    check(*auto, expected, again=[STEPS - 1, STEPS])
+    check(*auto, expected, again=range(1, STEPS))
     chosen = json.loads((folder / "auto" / "row_room.json").read_text())
-    assert chosen["room"] > 1.1
+    assert chosen["room"] > 1.1 and chosen["steps_to_next_choice"] == 4
 
 
 @pytest.mark.slow
