@@ -6,7 +6,8 @@ Contract
     made. It is made after 16 steps, then after 32 more, then 64, up to every 512; and after four
     steps that ran again. It looks at the steps since the last choice, so that it follows a routing
     that changes.
-    A new room compiles the graphs again as the next step begins. No bit follows from the room.
+    A new room compiles the graphs again as the next step begins. No bit follows from the room,
+    unless the planner chooses other chunks of tokens with it.
     Rank 0 writes the choice into the job's folder. A job that goes on, or begins anew in the same
     folder, begins with that room: rank 0 reads it and tells the others.
 """

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.config import ROOM_AT_FIRST, ROOMS
 from moe_compile.runtime.rerun import RERUN, RoomTimes
-from torchtitan_integration.room_choice import AGAIN, FILE, FIRST, MOST, RoomChoice
+from torchtitan_integration.room_choice import AGAIN, FILE, FIRST, MOST, RoomChoice, begin_anew
 
 TIMES = RoomTimes(us=tuple(1000.0 + 100.0 * room for room in ROOMS), reads_us=1000.0)
 
@@ -83,3 +84,20 @@ def test_without_predicted_times_the_room_stays_and_it_is_said_why(tmp_path, cap
     assert changes(choice, [1.1] * FIRST, times=None) == []
     assert RERUN.room == ROOM_AT_FIRST and not (tmp_path / FILE).exists()
     assert "have no predicted time" in caplog.text and "needed 1.10 at most" in caplog.text
+
+
+def test_behind_a_new_room_all_graphs_are_compiled_again_those_of_stages_ahead():
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    double = torch.compile(lambda x: 2 * x, backend=backend)
+    for number in (1, 2):
+        assert double(torch.ones(3)).tolist() == double(torch.ones(3)).tolist() == [2.0] * 3
+        assert len(graphs) == number
+        trainer = SimpleNamespace(pp_schedule=SimpleNamespace(num_graphs=4))
+        begin_anew(trainer)
+        assert trainer.pp_schedule.num_graphs is None
+    begin_anew(SimpleNamespace())
