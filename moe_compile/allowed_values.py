@@ -16,7 +16,7 @@ AMOUNTS: Final = {
     "max_memory_increase": "a fraction of at least 0, 0.05 for example",
     "offload_budget": "a share from 0 to 1, such as 0.5, or a whole number of bytes, such as "
     "2000000000",
-    "row_room": "a number above 0, 1.5 for example",
+    "row_room": '"auto" or a number above 0, 1.5 for example',
     "routing_skew": "0 if experts are chosen evenly, or a larger number, 0.5 for example",
 }
 """What to write of each amount."""

@@ -58,6 +58,7 @@ from moe_compile.nothing_rewritten import WATCH
 from moe_compile.ops.product_counts import count_grouped_products
 from moe_compile.parts_by_price import decide_parts
 from moe_compile.plan.plan_digest import groups_rewritten, level_value, plan_digest
+from moe_compile.plan.row_rooms import total
 from moe_compile.plan.state import CompileState
 from moe_compile.predicted_time import predicted_us
 from moe_compile.read_options import InvalidOptions, read_options
@@ -72,7 +73,12 @@ from moe_compile.torch_quirks.recompile_limit import forbid_eager_beyond_limit
 from moe_compile.torch_quirks.size_constants import refuse_wrong_constants
 from moe_compile.torch_quirks.unbacked_shapes import eager_where_a_value_is_needed
 from moe_compile.torch_quirks.untraceable_guards import install_eager_fallback
-from moe_compile.without_reads import NOT_SERVED, with_and_without_reads, without_overflow
+from moe_compile.without_reads import (
+    NOT_SERVED,
+    Notes,
+    with_and_without_reads,
+    without_overflow,
+)
 from passes.normalize_exchanges import NormalizeExchanges
 from passes.pipeline import all_names, dynamo_level, run_level
 
@@ -119,8 +125,8 @@ def compile_program(
     patches: Mapping[str, Any],
     *,
     stands_in: bool = False,
-) -> tuple[Callable[..., Any], bool]:
-    """Return the compiled program, and whether it returns a note of rows without room as well.
+) -> tuple[Callable[..., Any], Notes | None]:
+    """Return the compiled program, and its notes about the room for rows, if it returns any.
 
     `stands_in` as in `rewrite`.
     """
@@ -146,7 +152,7 @@ def compile_program(
         REPORT.add_as_written(compilation, DOES_NOT_COMPILE)
     compiled = WATCH.counted(compiled)
     if written is None:
-        return compiled, False
+        return compiled, None
     notes_overflow = state.notes_overflow and not is_whole
     written.learn_guards()
     if plan := plan_of(state):
@@ -174,7 +180,7 @@ def compile_program(
         compile_whole if plan else None,
         what_to_lower(config) if compilation.has_regions else "",
     )
-    return agreed, notes_overflow
+    return agreed, Notes(times=total(state.room_times)) if notes_overflow else None
 
 
 def _capture_host_reads() -> None:
@@ -269,6 +275,7 @@ def _run_dynamo_level(
     levels.append(level_value(gm.graph, state, dropped=dropped))
     compilation.add_level(state)
     overflows = state.overflows
+    state.room_times += [one.room_times for one in state.experts if one.plan.room]
     note_outer_gradients(gm.graph)
     recomputed, functions = names_of_recomputed(gm.graph), names_of_functions(gm.graph)
     for child, body in gm.named_children():

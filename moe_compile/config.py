@@ -50,6 +50,11 @@ OFF: Final[Mapping[str, tuple[object, ...]]] = {
 }
 """Values of options that ask for no rewrite, the one that leaves the model as it is first."""
 
+ROOMS: Final = (1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
+"""Values of `row_room` that "auto" chooses from: few, since each new one compiles graphs again."""
+ROOM_AT_FIRST: Final = 1.5
+"""The value that "auto" begins with where no step was counted yet."""
+
 TABLE_ONLY: Final[Mapping[str, tuple[str, ...]]] = {"attention": ("auto", "tensor", "ulysses")}
 """How attention is divided over ranks. This option works only in the `[megamoe]` table of a TOML
 job. "tensor": by heads, so that each rank computes its heads for the whole sequence (tensor
@@ -175,9 +180,11 @@ class MegaMoEConfig:
     `equal_tokens` and experts that find their rows on the device, as torchtitan's grouped GEMMs do;
     a region that is none of these has its read, and the report says why. Rows travel by plain
     all-to-alls, and chunks are of tokens (`chunk_by`)."""
-    row_room: float = 1.5
+    row_room: float | str = ROOM_AT_FIRST
     """For `host_reads` = "none": the room for the rows from one rank to one rank, as a factor of
-    an even share of a rank's rows. Every exchange sends that many, padding included."""
+    an even share of a rank's rows. Every exchange sends that many, padding included. "auto": by
+    predicted time and the counts of past steps (docs/no_reads.md#room-by-price); each new room
+    compiles the graphs again."""
     apply_scores: Literal["model", "before_down"] = "model"
     """Where rows are multiplied by the router's scores
     (docs/wire.md#scores-before-the-down-projection). "model": where the model does it.
@@ -270,7 +277,8 @@ class MegaMoEConfig:
         others = {name: getattr(self, name) for name in WITHOUT_READS}
         check_without_reads(self.host_reads, self.chunks, self.chunk_by, others)
         for name in AMOUNTS:
-            check_amount(name, getattr(self, name))
+            if (name, getattr(self, name)) != ("row_room", "auto"):
+                check_amount(name, getattr(self, name))
         check_budget(self.activation_budget, self.recompute)
         for name, hint in HINTS.items():
             if hint in KINDS and not _is_of_kind(name, value := getattr(self, name)):
@@ -404,6 +412,8 @@ def _parse(variable: str, name: str, text: str) -> Any:
         try:
             return float(text)
         except ValueError:
+            if str in kinds:
+                return text
             raise InvalidConfig(f"{variable} is {text!r}; write a number") from None
     return text
 

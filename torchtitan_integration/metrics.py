@@ -173,6 +173,7 @@ class MegaMoEMetrics(MetricsProcessor):
         ours |= _predicted()
         if RERUN.is_served:
             ours["megamoe/steps_run_again"] = float(RERUN.num_again)
+            ours["megamoe/row_room_needed"] = RERUN.needed
         if self._waits is not None:
             ours |= self._waits.metrics()
         if self._routing.rows is not None and self.parallel_dims.ep_enabled:

@@ -8,6 +8,7 @@ Contract
     has moved. The losses that torchtitan holds become those of the second run. Batches are not
     drawn again, and tokens not counted again.
     Outside of steps, in validation too, the programs with reads run.
+    Where `row_room` is "auto", `room_choice.py` chooses the room between steps.
     A step holds its microbatches and a copy of the buffers. One that runs again takes the time of
     two.
 
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from moe_compile.runtime.rerun import RERUN
 from torchtitan_integration.job_config import asks_for_megamoe, options_of
+from torchtitan_integration.room_choice import RoomChoice, begin_anew
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -46,17 +49,24 @@ def without_reads(trainer: type[Any]) -> type[Any]:
             is_asked = asks_for_megamoe(job) and options_of(job).host_reads == "none"
             RERUN.begin(is_served=is_asked)
             self._step_at_hand: Step | None = None
+            self._room_choice: RoomChoice | None = None
             super().__init__(job)
+            if is_asked and options_of(job).row_room == "auto":
+                self._room_choice = RoomChoice(Path(job.job.dump_folder), self.device)
 
         def train_step(self, batches: Any) -> None:
             """Train one step."""
             if not RERUN.is_served:
                 super().train_step(batches)
                 return
-            self._step_at_hand = Step(self)
+            self._step_at_hand, num_again = Step(self), RERUN.num_again
             with RERUN.reading_nothing():
                 super().train_step(batches)
             self._step_at_hand = None
+            if (choice := self._room_choice) is not None and choice.end_step(
+                ran_again=RERUN.num_again > num_again
+            ):
+                begin_anew(self)
 
         def forward_backward_step(self, **given: Any) -> torch.Tensor:
             """Run one microbatch; after the last, all of them again where rows had no room."""
@@ -95,9 +105,11 @@ class Step:
     def _run_again(self, run: Run) -> None:
         RERUN.num_again += 1
         LOG.warning(
-            "megamoe: step %d: rows had no room on some rank: it runs again with host reads, as "
-            "%d of %d steps so far. To do, if many do: write a larger megamoe.row_room",
+            "megamoe: step %d: rows had no room on some rank, they need a row_room of %.2f: it "
+            "runs again with host reads, as %d of %d steps so far. To do, if many do: write a "
+            'larger megamoe.row_room, or "auto"',
             self._trainer.step,
+            RERUN.needed,
             RERUN.num_again,
             RERUN.num_steps,
         )

@@ -41,6 +41,7 @@ OPEN: Final[dict[object, str]] = {
     float: "a number of at least 0",
     int | float: "a share of at most 1, such as 0.5, or a whole number of bytes per graph, such as "
     "2_000_000_000",
+    float | str: '"auto" or a number above 0',
     int | str: '"auto" or a whole number of at least 1',
 }
 

@@ -1,7 +1,8 @@
-"""One more output of a Dynamo graph: whether rows of any of its regions had no room.
+"""One more output of a Dynamo graph: whether rows of any of its regions had no room, and the room
+that they needed.
 
 Contract
-    The output is last, one int32 on the device; a graph none of whose regions needs it has none.
+    The output is last, two int32 on the device; a graph none of whose regions needs it has none.
     Regions inside checkpoints count.
 """
 
@@ -17,7 +18,7 @@ from moe_compile.graph.edit import Emitter, append_output
 
 
 def add_overflow(graph: fx.Graph, overflows: Iterable[fx.Node]) -> bool:
-    """Have `graph` return the largest of `overflows` as well; False where there is none."""
+    """Have `graph` return the largest numbers of `overflows` as well; False without any."""
     whole, emit = None, Emitter(graph.output_node())
     for one in overflows:
         whole = one if whole is None else emit.call(torch.maximum, whole, one)

@@ -28,6 +28,7 @@ from moe_compile.regions.grouped_products import EightBits
 from moe_compile.regions.regions import MoERegion, Region, RowProof
 from moe_compile.regions.rewrites import Effects
 from moe_compile.regions.token_regions import EvenForm, GatheredForm, TwoHopForm
+from moe_compile.runtime.rerun import RoomTimes
 
 R = TypeVar("R", bound=Region | Verdict)
 
@@ -159,6 +160,8 @@ class PlannedExperts(Planned[MoERegion]):
     """How its sums per token on the nodes may differ; None where they are not made there."""
     product_times: ProductTimes | None = None
     """Predicted times of its products in eight bits; None where there are none, or no prices."""
+    room_times: RoomTimes | None = None
+    """Predicted times of its layer by room, where `row_room` is "auto"; None without prices."""
 
     @property
     def is_rewritten(self) -> bool:

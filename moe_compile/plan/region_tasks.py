@@ -22,7 +22,8 @@ Pseudo-code
     a launch is an operator on the compute stream
     an exchange in eight bits: packed before, unpacked after; gathers of rows are done on the way,
     and chunks that are read as a whole are unpacked once they are joined
-    an exchange with room: its buffer filled before, its rows taken out after
+    an exchange with room: its buffer filled before, its rows taken out after; between exchanges
+    all but products read and write padding too
     an exchange in two hops: the tasks of `cost/hop_tasks.py`, in its parts, each hop on its link
     chunks are equal unless their loads are stated: rows, sent rows and weights of each
 """
@@ -263,9 +264,16 @@ class _Phase:
             elif work.makes_gradient:
                 weights *= 1.0 + GRADIENT_SUM
         left = self.folds.left_of(index, work)
-        amounts = work.operations * rows, left.nbytes * rows + weights, left.num_kernels
+        nbytes = left.nbytes * rows * self._padding(work)
+        amounts = work.operations * rows, nbytes + weights, left.num_kernels
         us = self.rates.compute_us(*amounts, self._product(work, chunk, load))
         return self.made.add(work.name, us, needs)
+
+    def _padding(self, work: Work) -> float:
+        """Return the slots over the rows where work reads padding too; products read rows alone."""
+        if self.region.room is None or work.product is not None or not work.is_chunked:
+            return 1.0
+        return self.region.room.of_chunks(self.candidate.num_chunks)
 
     def _product(self, work: Work, chunk: int, load: Load) -> Product | None:
         """Return the product of a task: of some of its groups, of some of the rows of each."""

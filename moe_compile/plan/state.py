@@ -21,6 +21,7 @@ from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.choose_plan import PartsDecision
 from moe_compile.plan.plan import Plan, RewritePlan
 from moe_compile.plan.planned import Findings, Planned, PlannedExperts
+from moe_compile.runtime.rerun import RoomTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,10 @@ class CompileState:
     """MoE region of the Dynamo graph at hand -> the rows that come back to it, in the order sent;
     without regions whose new form sums them per token."""
     overflows: list[fx.Node] = field(default_factory=list)
-    """Numbers of the Dynamo graph at hand that are 1 where rows of a region have no room."""
+    """Notes of the Dynamo graph at hand about the room for rows, of each region."""
+    room_times: list[RoomTimes | None] = field(default_factory=list)
+    """Predicted times by room of the regions of all Dynamo graphs so far that have room; None for
+    one without. They are priced where `row_room` is "auto"."""
     rewrites: tuple[RewritePlan, ...] = ()
     """Plans of the rewrites after those of regions, applied to the Dynamo graph at hand."""
     predict: Callable[[fx.GraphModule, bool], float] | None = None
@@ -95,7 +99,7 @@ class CompileState:
     """Called at each such failure: a backward graph is compiled after the report of its
     compilation is written."""
     notes_overflow: bool = False
-    """Whether the program returns one number more: 1 where rows of a region have no room."""
+    """Whether the program returns one tensor more: its note about the room for rows."""
     gathered_groups: set[str] = field(default_factory=set)
     """Process groups of regions whose tokens are gathered, of the whole compilation."""
     measures: dict[str, float] = field(default_factory=dict)

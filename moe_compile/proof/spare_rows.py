@@ -104,7 +104,10 @@ class _Steps:
 
     @staticmethod
     def of(region: MoERegion, trace: Trace, needed: frozenset[fx.Node]) -> _Steps:
-        """Return the steps of `needed` that make or write rows, or constants that join them."""
+        """Return the steps of `needed` that make or write rows, or constants that join them.
+
+        A mask of rows, as `gate > 0`, has rows too.
+        """
         received = [s.tensor for s in trace.steps if isinstance(s, Dispatched)]
         launch = region.combine
         sent = next(s.tensor for s in trace.steps if isinstance(s, Produced) and s.node is launch)
@@ -114,10 +117,13 @@ class _Steps:
                 continue
             made = [*step.outputs, *step.written]
             reads = any(id(t) in known for t in step.inputs) or step.name in (*FILLED, *UNFILLED)
-            if reads and all(t.is_floating_point() for t in made):
+            is_mask = step.is_pointwise and all(t.dtype is torch.bool for t in made)
+            if reads and (is_mask or all(t.is_floating_point() for t in made)):
+                integers += [
+                    t for t in step.inputs if not t.is_floating_point() and id(t) not in known
+                ]
                 steps.append(step)
                 known |= {id(t) for t in made}
-                integers += [t for t in step.inputs if not t.is_floating_point()]
         return _Steps(received, sent, steps, integers)
 
     def labelled(self, run: CountRun, sample: Sample, region: MoERegion, spare: int) -> _Labels:
@@ -210,8 +216,9 @@ class _Labels:
 
     def _gather(self, step: Operator, name: str) -> None:
         """Label rows taken by an index."""
+        index = self._index(step, GATHERS[name])
         (rows,) = self._rows(step)
-        self.set(step.out, self.of(rows)[self._index(step, GATHERS[name])])
+        self.set(step.out, self.of(rows)[index])
 
     def _join(self, step: Operator, name: str) -> None:
         """Label rows one behind the other, or side by side."""

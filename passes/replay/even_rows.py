@@ -4,9 +4,9 @@ Contract
     Requires  that the experts take rows behind those that the counts tell of, and that nothing
               outside the region needs an integer that the host reads of it.
     Keeps     where all rows have room, the experts' rows, their order and the rows that come back.
-    Notes     where rows of this rank have no room, or the counts are not those of the rows: a
-              number of the device that is 1. All other values may be wrong then, and are finite
-              wherever the program's are.
+    Notes     two numbers of the device: 1 where rows of this rank have no room, or the counts are
+              not those of the rows; and the room that the rows need. All other values may be wrong
+              where the first is 1, and are finite wherever the program's are.
     Splits of all exchanges are equal and known when compiling. The experts get the rows that came
     first, in the order in which an uneven exchange brings them, and padding behind them. Padding
     is read by nobody, neither on the way nor backward.
@@ -42,6 +42,7 @@ from moe_compile.graph.query import C10D, known_rows, tensor_of
 from moe_compile.ops.room_rows import COUNTS_WITHIN, MOVE_ROWS, ROOM_INDEX
 from moe_compile.regions.regions import MoERegion
 from moe_compile.regions.token_regions import EvenForm
+from moe_compile.runtime.rerun import NEED_UNIT
 from passes.replay.chunk_axis import shares_of
 from passes.replay.masked_replay import AutocastEmitter
 from passes.replay.replayed import Replay, emit_rest
@@ -56,7 +57,8 @@ class Even:
     combines: tuple[fx.Node, ...]
     """Launches of each chunk's dispatch and combine, in order of chunks."""
     overflow: fx.Node
-    """One int32 on the device: 1 where the values are wrong for want of room."""
+    """Two int32 on the device: 1 where the values are wrong for want of room, and the least factor
+    of an even share with which all rows have room, in parts of `NEED_UNIT`, rounded up."""
 
 
 def room_of(region: MoERegion, factor: float) -> int:
@@ -91,7 +93,7 @@ def emit_even(form: EvenForm) -> Even:
     back = [emit.call(C10D.wait_tensor, launch) for launch in combines]
     result = there.taken_out(emit, back[0] if num == 1 else emit.call(torch.cat, back))
     _note_rows(result, region, num_rows)
-    overflow = _overflow(emit, of_ranks, form.room, num_rows)
+    overflow = _overflow(emit, of_ranks, form.room, num_rows, region.num_ranks)
     return Even(result, dispatches, combines, overflow)
 
 
@@ -170,10 +172,16 @@ class _Buffer:
         return emit.call(MOVE_ROWS, buffer, self.slots, self.rows)
 
 
-def _overflow(emit: Emitter, of_ranks: fx.Node, room: int, num_rows: int) -> fx.Node:
-    most = emit.call(operator.gt, emit.method("amax", of_ranks), room)
+def _overflow(
+    emit: Emitter, of_ranks: fx.Node, room: int, num_rows: int, num_ranks: int
+) -> fx.Node:
+    most = emit.method("amax", of_ranks)
+    has_none = emit.call(operator.gt, most, room)
     other = emit.call(operator.ne, emit.method("sum", of_ranks), num_rows)
-    return emit.method("to", emit.call(operator.or_, most, other), torch.int32)
+    has_none = emit.call(operator.or_, has_none, other)
+    shares = emit.call(operator.mul, most, num_ranks * NEED_UNIT)
+    needed = emit.call(operator.floordiv, emit.call(operator.add, shares, num_rows - 1), num_rows)
+    return emit.call(torch.stack, [emit.method("to", n, torch.int32) for n in (has_none, needed)])
 
 
 def _note_rows(result: fx.Node, region: MoERegion, num_rows: int) -> None:

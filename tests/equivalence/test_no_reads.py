@@ -3,6 +3,8 @@
 In chunks, values are those of the program with reads in as many chunks of tokens.
 """
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,6 +67,11 @@ def serve():
     return RERUN.reading_nothing()
 
 
+def room_in_thousandths(factor):
+    """Return the room over an even share of 64 rows, rounded as notes are."""
+    return math.ceil(math.ceil(factor * 32) * 1000 / 32) / 1000
+
+
 def with_room(rank, style, room, seeds, num=1):
     """Return for every step the tensors that differ from eager, this rank's note, what is agreed,
     and the tensors that differ once the step ran again; then the verdicts."""
@@ -75,8 +82,9 @@ def with_room(rank, style, room, seeds, num=1):
         for seed in seeds:
             tokens = tokens_of(rank, seed)
             wrong = differing(of, tokens, program, layer)
-            own = bool(RERUN._note)
+            own = bool(RERUN._note[0])
             agreed = RERUN.agreed(torch.device("cpu"))
+            assert agreed == (RERUN.needed > room_in_thousandths(room))
             with RERUN.reading():
                 again = differing(of, tokens, program, layer)
             steps.append((wrong, own, agreed, again))

@@ -1,12 +1,14 @@
 """Generated programs without host reads: steps whose rows have no room run again, on all ranks."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from moe_compile.report.region_reports import NO_READS
 from moe_compile.runtime.rerun import Rerun
-from moe_compile.testing.programs.choices import Backward, Reader, Style
+from moe_compile.testing.programs.campaign import drawn_programs
+from moe_compile.testing.programs.choices import Backward, Reader, Sharing, Splits, Style
 from moe_compile.testing.programs.grammar import WITHOUT_READS, Experts, Program, Rewrite
 from moe_compile.testing.programs.judge import Outcome, judgement_of
 from moe_compile.testing.programs.legal import legal
@@ -31,6 +33,16 @@ def test_such_a_program_has_as_many_tokens_on_both_ranks_and_real_ones(rewrite):
     assert options_of(one)["megamoe.row_room"] == 1.25
     assert (options_of(one)["megamoe.chunks"] == 1) is (rewrite is Rewrite.NO_READS)
     assert legal(replace(one, tokens=((4, 6),))).rewrite is Rewrite.CHUNKS
+
+
+def test_most_programs_that_ask_for_it_can_run_without_reads():
+    """The others are drawn too: they must keep their reads."""
+    drawn = [*itertools.islice(drawn_programs(0, Rewrite.NO_READS.name), 48)]
+    can = [any(a.style is Style.PADDED for a in program.experts) for program in drawn]
+    assert 36 <= sum(can) < len(can)
+    for program in itertools.compress(drawn, can):
+        assert program.sharing is not Sharing.INSIDE and not program.dynamic
+        assert all(a.splits is not Splits.RUNNING for a in program.experts)
 
 
 SHORT, ENOUGH = 0.5, 2.0

@@ -43,7 +43,7 @@ def hashed_at_end(rank, trainer):
 
 def run(pool, ranks, folder, *changes):
     """Return each rank's result, and what it left."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     results = train(pool, ranks, folder, *changes, recorder=hashed_at_end)
     left = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     return results, left
@@ -73,9 +73,28 @@ def test_accumulated_steps_that_run_again_are_those_of_the_job_with_reads(pool_f
     check(*short, expected, again=[STEPS])
 
 
+def check_auto(pool, ranks, folder, expected, *changes):
+    """Train with a room that is too small for two steps, then with one that is chosen."""
+    (folder / "auto").mkdir()
+    kept = {"room": 1.1, "steps_to_next_choice": 2}
+    (folder / "auto" / "row_room.json").write_text(json.dumps(kept))
+    auto = run(pool, ranks, folder / "auto", *changes, without("auto"))
+    check(*auto, expected, again=range(1, STEPS))
+    chosen = json.loads((folder / "auto" / "row_room.json").read_text())
+    assert chosen["room"] > 1.1 and chosen["steps_to_next_choice"] == 4
+
+
+@pytest.mark.slow
+def test_a_room_chosen_in_mid_run_has_the_bits_of_the_job_with_reads(pool_for, tmp_path):
+    pool = pool_for(2)
+    expected = run(pool, 2, tmp_path / "reads", ACCUMULATES, READS)
+    check_auto(pool, 2, tmp_path, expected, ACCUMULATES)
+
+
 @pytest.mark.slow
 def test_pipelined_steps_that_run_again_are_those_of_the_job_with_reads(pool_for, tmp_path):
     pool = pool_for(4)
     expected = run(pool, 4, tmp_path / "reads", PIPELINE, FOUR, READS)
     some = run(pool, 4, tmp_path / "some", PIPELINE, FOUR, without(1.3))
     check(*some, expected, again=range(1, STEPS + 1))
+    check_auto(pool, 4, tmp_path, expected, PIPELINE, FOUR)

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moe_compile.backend import rewrite
 from moe_compile.codegen import trace_both
-from moe_compile.config import MegaMoEConfig
+from moe_compile.config import ROOM_AT_FIRST, ROOMS, MegaMoEConfig
 from moe_compile.errors import InvalidConfig
 from moe_compile.graph.query import (
     input_splits,
@@ -22,6 +22,7 @@ from moe_compile.graph.query import (
 from moe_compile.ops.room_rows import MOVE_ROWS
 from moe_compile.regions.token_regions import EvenForm
 from moe_compile.report.region_reports import NO_READS
+from moe_compile.runtime.rerun import RERUN
 from passes.replay.even_rows import room_of
 from tests.capture import dynamo_graphs
 from tests.padded_layers import Checkpointed, PaddedGroups, TwoLayers
@@ -116,6 +117,32 @@ def test_neither_forward_nor_backward_reads_on_the_host(fake_ranks, style, optio
         assert len(exchanges_of_rows(graph)) == 2 * num_chunks * len(compilation.regions)
 
 
+@pytest.mark.parametrize("numerics", ["exact", "bounded"])
+def test_auto_runs_with_the_room_at_hand_and_prices_the_others(fake_ranks, numerics):
+    """Less room is less time, down to the program with reads; one with half of it is priced so."""
+    RERUN.room = 1.25
+    try:
+        _, _, state, _ = rewritten(
+            PaddedGroups, fake_ranks, row_room="auto", numerics=numerics, hardware="h100"
+        )
+        (one,) = state.experts
+        assert one.plan.room == room_of(one.found.region, 1.25)
+    finally:
+        RERUN.room = ROOM_AT_FIRST
+    (times,) = state.room_times
+    assert len(times.us) == len(ROOMS) and times.reads_us < times.us[0]
+    up_to_all = [us for us, room in zip(times.us, ROOMS, strict=True) if room <= 2]
+    assert up_to_all == sorted(set(up_to_all)) and set(times.us) == set(up_to_all)
+    if one.decision is not None:
+        chosen = one.decision.chosen
+        assert times.us[ROOMS.index(1.25)] == pytest.approx(chosen.us)
+
+
+def test_a_stated_room_prices_no_other(fake_ranks):
+    _, _, state, _ = rewritten(PaddedGroups, fake_ranks, row_room=1.5)
+    assert state.room_times == [None]
+
+
 def test_one_more_output_tells_of_all_regions(fake_ranks):
     gm, *_ = rewritten(TwoLayers, fake_ranks)
     (outputs,) = gm.graph.output_node().args
@@ -151,9 +178,9 @@ def test_chunks_of_experts_are_refused_beside_it(axis):
     MegaMoEConfig(host_reads="none", chunks=1, chunk_by=axis)
 
 
-@pytest.mark.parametrize("room", [0, -1.0, float("inf"), "auto", True])
+@pytest.mark.parametrize("room", [0, -1.0, float("inf"), "automatic", True])
 def test_a_room_that_is_no_factor_is_refused(room):
     with pytest.raises(
-        InvalidConfig, match=r"row_room .*; write a number above 0, 1\.5 for example"
+        InvalidConfig, match=r'row_room .*; write "auto" or a number above 0, 1\.5 for example'
     ):
         MegaMoEConfig(host_reads="none", row_room=room)

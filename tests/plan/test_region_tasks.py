@@ -117,6 +117,22 @@ def test_buffers_with_room_travel_whole_and_rows_are_moved_into_them_and_out(num
     assert least_us(work, Candidate(num_chunks=num, chunk_by="tokens"), UNIT) >= 4 * slots
 
 
+def test_padding_is_read_and_written_by_all_work_on_rows_but_products():
+    def added_us(work, num=1):
+        one = (Work(name="rows"), replace(work, needs=(0,)))
+        whole = there_and_back(one)
+        padded = replace(whole, room=Room(share=1.5, rounded=0.1))
+        candidate = Candidate(num_chunks=num, chunk_by="tokens")
+        return price_us(padded, candidate, UNIT) - price_us(whole, candidate, UNIT)
+
+    act = Work(name="act", nbytes=100e3, is_chunked=True)
+    assert added_us(act) == pytest.approx(2 * 50)
+    assert added_us(act, num=2) == pytest.approx(2 * 60)
+    product = Product(rows=16.0, columns=16.0, reduction=16.0)
+    assert added_us(replace(act, product=product)) == 0
+    assert added_us(replace(act, is_chunked=False)) == 0
+
+
 def test_the_busiest_rank_sets_the_time_of_the_region():
     work = region()
     busy = replace(work, imbalance=1.5)

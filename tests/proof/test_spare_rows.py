@@ -22,6 +22,22 @@ class Scaled(PaddedGroups):
         return torch.cat([half.float().tanh().to(h.dtype) for half in h.chunk(2, -1)], -1)
 
 
+class Masked(PaddedGroups):
+    """Activations by masks of the rows."""
+
+    def between(self, h):
+        h = torch.where(h > 0, h, h * 0.125)
+        return h.masked_fill((h < -1) | h.isnan(), 0.0).clamp(max=4.0)
+
+
+class MaskedByPlace(PaddedGroups):
+    """A mask that is of places, not of rows."""
+
+    def between(self, h):
+        places = torch.arange(h.shape[0], device=h.device)[:, None]
+        return torch.where(places < 3, h, h * 0.125)
+
+
 class FirstRowBehind(PaddedGroups):
     """Places behind the last group read the first row: its gradient would be unfilled memory."""
 
@@ -56,7 +72,7 @@ def refusal(style, group):
     return check_spare_rows(region, RowProof(facts=facts), needs_of_body(region))
 
 
-@pytest.mark.parametrize("style", [PaddedGroups, Scaled])
+@pytest.mark.parametrize("style", [PaddedGroups, Scaled, Masked])
 def test_groups_found_on_the_device_take_rows_behind(fake_ranks, style):
     assert refusal(style, fake_ranks) is None
 
@@ -64,6 +80,7 @@ def test_groups_found_on_the_device_take_rows_behind(fake_ranks, style):
 REFUSED = {
     FirstRowBehind: (Reason.ROWS_MIXED, "other rows than those of the counts"),
     LastGroupHasTheRest: (Reason.ROWS_MIXED, "has other rows with rows behind"),
+    MaskedByPlace: (Reason.UNKNOWN_OPERATOR, "where of rows and others"),
     Doubled: (Reason.UNKNOWN_OPERATOR, "flip of rows"),
     GroupedExperts: (Reason.PREMISE_UNCHECKED, "RuntimeError"),
 }

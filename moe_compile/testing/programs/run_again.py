@@ -46,7 +46,7 @@ def run_step(program: nn.Module, x: torch.Tensor, run: Callable[[], T], noted: l
     with RERUN.reading_nothing():
         done = run()
     RERUN.add(note := RERUN.taken())
-    noted.append(Noted(note is not None and bool(note), RERUN.agreed(x.device)))
+    noted.append(Noted(note is not None and bool(note[0]), RERUN.agreed(x.device)))
     if noted[-1].runs_again:
         before.put_back()
         with RERUN.reading():

@@ -43,7 +43,9 @@ from moe_compile.testing.programs.choices import (
     Routing,
     Running,
     Sharing,
+    Splits,
     Style,
+    Tally,
     Unsort,
     Weighing,
     Within,
@@ -121,7 +123,7 @@ def asked_programs(draw: st.DrawFn, rewrite: str = "", layers: str = "") -> Prog
             width = FILLING[program.dtype]
             program = replace(program, width=width, hidden=width)
         program = legal(replace(program, layers=plainer))
-    if program.rewrite in WITHOUT_READS and draw(st.sampled_from([True, True, True, False])):
+    if program.rewrite in WITHOUT_READS and draw(st.sampled_from([True] * 7 + [False])):
         program = legal(_found_on_the_device(program))
     return program
 
@@ -129,21 +131,29 @@ def asked_programs(draw: st.DrawFn, rewrite: str = "", layers: str = "") -> Prog
 def _found_on_the_device(program: Program) -> Program:
     """Return `program` with experts that find their rows without a read by the host.
 
-    The number of rows is known when compiling, and equal on all ranks.
+    The number of rows is known when compiling, and equal on all ranks. No operator outside of the
+    experts reads a number of the host.
     """
+    first, *others = program.layers
+    if not program.experts:  # only layers of experts by counts have a read to do without
+        first = Experts(top_k=2)
     layers = tuple(
         replace(
             a,
             style=Style.PADDED,
             padding=Padding.NONE,
+            tally=Tally.COMPARE if a.tally in LEAVES_WHOLE else a.tally,
             counts=Counts.FUNCTIONAL,
+            splits=Splits.TOLIST if a.splits is Splits.RUNNING else a.splits,
             details=a.details & ROW_BY_ROW,
         )
         if isinstance(a, Experts)
         else a
-        for a in map(_plainer, program.layers)
+        for a in map(_plainer, (first, *others))
     )
     tokens = tuple((max(1, step[0]),) * len(step) for step in program.tokens)
+    if program.sharing is Sharing.INSIDE:  # scales a region by sizes of another
+        program = replace(program, sharing=Sharing.NOTHING)
     return _of_width(replace(program, layers=layers, tokens=tokens, dynamic=False))
 
 

@@ -15,6 +15,7 @@ from moe_compile.plan.product_times import ProductTimes
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrites import Effects
 from moe_compile.regions.token_regions import EvenForm, GatheredForm, TwoHopForm
+from moe_compile.runtime.rerun import RoomTimes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +49,7 @@ class Draft:
     hop_prices: HopPrices | None = None
     effects: Effects | None = None
     product_times: ProductTimes | None = None
+    room_times: RoomTimes | None = None
 
     @property
     def region(self) -> MoERegion:

@@ -69,7 +69,13 @@ from passes.kinds.by_counts.gathering import (
     may_be_priced,
 )
 from passes.kinds.by_counts.products import predicted_products
-from passes.kinds.by_counts.room import even_form, in_equal_parts, room_of_work, still_read
+from passes.kinds.by_counts.room import (
+    even_form,
+    in_equal_parts,
+    predicted_rooms,
+    room_of_work,
+    still_read,
+)
 from passes.kinds.by_counts.two_hops import (
     Forms,
     chosen_form,
@@ -106,6 +112,7 @@ def plan_experts(
         if draft.even is not None:
             _decide_chunks_with_room(draft, draft.even, state, layers.around(draft.region))
             check_chunks(draft)
+            draft.room_times = predicted_rooms(draft, state, layers.around(draft.region))
     others = [draft for draft in drafts if draft.even is None]
     for draft in others:
         _decide_dispatch(draft, regions, state, layers.around(draft.region))
@@ -247,7 +254,7 @@ def _decide_chunks_with_room(
     elif products_wait(draft.region):
         draft.not_chunked = Left(Reason.PRODUCTS_WAIT)
     else:
-        room = room_of_work(form)
+        room = room_of_work(form.region, form.room)
         draft.decision = decide_experts(draft.found, config, state.hardware, layer, room=room)
         draft.not_priced = layer.not_traced if draft.decision is None else ""
         draft.not_chunked = Left(Reason.NO_PRICE)
@@ -321,6 +328,7 @@ def _planned(draft: Draft, config: MegaMoEConfig) -> PlannedExperts:
         node_rounding=draft.node_rounding,
         hop_prices=draft.hop_prices,
         product_times=draft.product_times,
+        room_times=draft.room_times,
     )
 
 

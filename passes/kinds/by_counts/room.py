@@ -8,17 +8,24 @@ Contract
 
 from __future__ import annotations
 
-from moe_compile.config import MegaMoEConfig
+from moe_compile.config import ROOMS, MegaMoEConfig
+from moe_compile.cost.rates import Rates
+from moe_compile.cost.read_regions import work_of_experts
 from moe_compile.cost.region_work import Room
+from moe_compile.cost.traced_nodes import TracedNodes
 from moe_compile.graph.query import known_rows, operator_at, tensor_of
 from moe_compile.journal.reasons import Left, Reason
 from moe_compile.plan.planned import FoundExperts
+from moe_compile.plan.row_rooms import room_times
+from moe_compile.plan.state import CompileState
 from moe_compile.proof.spare_rows import check_spare_rows
 from moe_compile.regions.body_nodes import BodyNeeds, needs_of_body
 from moe_compile.regions.regions import MoERegion, RowProof
 from moe_compile.regions.rewrite_effects import find_effects
 from moe_compile.regions.rewrites import Effects, Replacement
 from moe_compile.regions.token_regions import EvenForm
+from moe_compile.runtime.rerun import RERUN, RoomTimes
+from passes.kinds.by_counts.draft import Draft
 from passes.replay.even_rows import room_of
 
 
@@ -36,15 +43,32 @@ def even_form(found: FoundExperts, config: MegaMoEConfig) -> EvenForm | Left:
     needs = needs_of_body(region)
     refused = _unfit(region, proof, needs) or _read_around(region, proof)
     refused = refused or check_spare_rows(region, proof, needs)
-    return refused or EvenForm(region=region, needs=needs, room=room_of(region, config.row_room))
+    factor = config.row_room if isinstance(config.row_room, float | int) else RERUN.room
+    return refused or EvenForm(region=region, needs=needs, room=room_of(region, factor))
 
 
-def room_of_work(form: EvenForm) -> Room:
-    """Return the room of a region, for its price."""
-    num_rows = known_rows(form.region.rows)
+def room_of_work(region: MoERegion, room: int) -> Room:
+    """Return a room of so many rows for each rank, for the price of a region."""
+    num_rows = known_rows(region.rows)
     assert num_rows
-    ranks, local = form.region.num_ranks, form.region.num_local_experts
-    return Room(share=ranks * form.room / num_rows, rounded=ranks * local / num_rows)
+    ranks, local = region.num_ranks, region.num_local_experts
+    return Room(share=ranks * room / num_rows, rounded=ranks * local / num_rows)
+
+
+def predicted_rooms(draft: Draft, state: CompileState, layer: TracedNodes) -> RoomTimes | None:
+    """Return the predicted times of a region's layer by room, where "auto" chooses the room.
+
+    None where the layer has no price.
+    """
+    region, proof = draft.region, draft.proof
+    if state.config.row_room != "auto" or draft.even is None or isinstance(proof, Left):
+        return None
+    work = work_of_experts(region, proof, state.hardware, layer)
+    if work is None:
+        return None
+    rooms = [room_of_work(region, room_of(region, factor)) for factor in ROOMS]
+    rates = Rates.of(state.hardware, region.num_ranks)
+    return room_times(work, rooms, draft.num_chunks, rates)
 
 
 def _read_around(region: MoERegion, proof: RowProof) -> Left | None:
