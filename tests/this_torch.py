@@ -8,10 +8,20 @@ import torch
 from torch._dynamo.exc import UserError
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from moe_compile.ops import host_copies
+
 
 def has_hooks():
     """Whether hooks on tensors are in its graphs: before, no compiler could run such a graph."""
     return importlib.util.find_spec("torch._higher_order_ops.register_hook") is not None
+
+
+def has_host_copies():
+    """Whether torch has operators that copy a tensor to host memory beside compute."""
+    try:
+        return importlib.util.find_spec(host_copies.MODULE) is not None
+    except ModuleNotFoundError:  # nor the package of the module
+        return False
 
 
 @functools.cache

@@ -12,8 +12,18 @@ from typing import Final
 LEAST: Final = "2.11.0"
 """The least torch, and that of many GPU machines: it runs the GPU check's parts for CPUs too."""
 LANES: Final = (LEAST, "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-FOLDERS: Final = ("torch_quirks", "graph", "regions", "proof", "passes", "backend", "equivalence")
-"""Of tests: what reads, proves and rewrites graphs, and what compiles them."""
+FOLDERS: Final = (
+    "torch_quirks",
+    "graph",
+    "regions",
+    "proof",
+    "ops",
+    "recompute",
+    "passes",
+    "backend",
+    "equivalence",
+)
+"""Of tests: what reads, proves and rewrites graphs, what compiles them, and operators."""
 CUDA_PROGRAMS: Final = ("layer-ep8", "deepseek-16b-ep8", "qwen3-ep8-tp2")
 QUICK: Final = "not slow and not exhaustive and not gpu and not multigpu"
 RECIPE: Final = "torchtitan_integration/configs/deepseek_v3_debug_cpu.toml"

@@ -144,9 +144,15 @@ def frames_left_out() -> list[GraphBreak]:
     code in a loop or a `with`, where Dynamo cannot end a graph.
     """
     metrics: list[Any] = getattr(dynamo_utils, "get_compilation_metrics", list)()
-    functions = {_code_of(m): m for m in metrics if m.co_filename}
-    failed = [(functions.get(_code_of(m)), m) for m in metrics if m.fail_reason]
-    return [_left_out(f, m) for f, m in failed if f and _has_exchange(f, m)]
+    functions: dict[str, Any] = {}  # the newest: torch._dynamo.reset() begins numbers anew
+    found = []
+    for one in metrics:
+        if one.co_filename:
+            functions[_code_of(one)] = one
+        function = functions.get(_code_of(one))
+        if one.fail_reason and function and _has_exchange(function, one):
+            found.append(_left_out(function, one))
+    return found
 
 
 def _code_of(metrics: Any) -> str:

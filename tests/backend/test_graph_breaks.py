@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as distributed_nn
+from torch._dynamo.exc import UserError
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from moe_compile import backend
-from moe_compile.report.graph_breaks import TORCH, break_at
+from moe_compile.report.graph_breaks import TORCH, break_at, forget_frames, frames_left_out
 from moe_compile.report.process_report import ProcessReport
 from tests.capture import CapturedError
 from tests.layers import LoopExperts
@@ -163,6 +165,22 @@ def test_a_function_beyond_the_limit_on_its_compilations_is_named(fake_ranks, ca
     else:
         (warning,) = told
         assert "in scaled_exchange" in warning and "mark_dynamic" in warning
+
+
+def indexed_by_a_value(x):
+    return x.split(1)[x.argmax().tolist()]
+
+
+def test_a_failure_before_a_reset_is_of_no_function_after_it(fake_ranks):
+    """torch numbers functions anew, and keeps its records of those before."""
+    torch._dynamo.reset()
+    forget_frames()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        with pytest.raises((GuardOnDataDependentSymNode, UserError)):
+            torch.compile(indexed_by_a_value, backend="eager", fullgraph=True)(torch.ones(2))
+        torch._dynamo.reset()
+        torch.compile(scaled_exchange, backend="eager")(torch.randn(4, 4), 1.0)
+    assert frames_left_out() == []
 
 
 def printing(x):

@@ -36,6 +36,7 @@ from passes.verify_schedule import VerifySchedule
 from tests.capture import dynamo_graphs, state
 from tests.layers import GroupedExperts
 from tests.scheduled_layers import one_rank_group
+from tests.this_torch import has_host_copies, need
 
 OPTIONS = {"codegen": "fx", "hardware": "cpu", "equal_tokens": True}
 ROWS, WIDTH = 1024, 256
@@ -45,6 +46,7 @@ MIB = ROWS * WIDTH * 4
 
 @pytest.fixture
 def copies():
+    need(has_host_copies)
     with copies_on_cpu() as copies:
         yield copies
 
@@ -112,6 +114,7 @@ def kept_on_device(out, copies):
 @settings(max_examples=5)
 @given(names=st.lists(st.sampled_from([*STEPS]), min_size=2, max_size=7), budget=st.floats(0.1, 1))
 def test_any_program_has_the_same_bits_and_holds_as_much_less_as_planned(names, budget):
+    need(has_host_copies)
     with copies_on_cpu() as copies:
         module, x = Steps([*names, "linear"]), tokens()
         out = compiled(module)(x)
@@ -175,6 +178,7 @@ def chunked_layer(rank):
 
 
 def test_a_chunked_layer_has_the_same_bits(mirrored_ranks):
+    need(has_host_copies)
     for found in mirrored_ranks.run(chunked_layer):
         assert found == (True, True, True)
 
@@ -317,6 +321,7 @@ def test_where_nothing_can_be_copied_the_graph_says_why(options, reason):
 
 def test_graphs_that_are_only_traced_show_what_a_gpu_would_do():
     """As a dry run on a CPU asks for it, by the profile of a GPU."""
+    need(has_host_copies)
     _, compilation = traced(Steps(DEEP), tokens(), offload_budget=0.5, hardware="h100")
     assert {reason for reason, _ in reasons(compilation)} >= {Reason.BY_PRICE}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._inductor.cudagraph_utils import CUDAGraphPolicy
+from torch._inductor import cudagraph_utils
 from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -62,9 +62,10 @@ def test_operators_that_the_user_keeps_out_stay_out():
 
 
 def test_they_are_off_where_a_setting_takes_the_graph_whole(fake_ranks):
-    options = {ASKED: True, "cudagraph_policy": CUDAGraphPolicy()}
     if "cudagraph_policy" not in inductor_config.get_config_copy():
         pytest.skip("this torch has no policy")
+    policy = cudagraph_utils.CUDAGraphPolicy()
+    options = {ASKED: True, "cudagraph_policy": policy}
     settings, (warning,) = compiled_with(*layer_and_rows(fake_ranks), options=options)
     assert settings[ASKED] is False
     assert "triton.cudagraphs are off" in warning and "captures a graph as a whole" in warning
