@@ -80,7 +80,10 @@ def _what_lacks(state: CompileState) -> str:
         return "Inductor's cpp_wrapper is on"
     if write_measured_waits():
         return ""
-    return "Inductor's node of a wait does not have the expected form"
+    return (
+        "Inductor's node of a wait must have the form that megamoe knows, and has another in "
+        "this version of torch"
+    )
 
 
 @functools.cache

@@ -71,8 +71,8 @@ def load_cluster(name: str) -> ClusterProfile:
     missing = [key for key in ("compute", "memory", "link") if key not in file.values]
     if missing:
         raise InvalidConfig(
-            f"{file.path}: no table {missing[0]!r}: this profile is for the compiler alone; "
-            "simulate with the profile of a GPU, h800 for example"
+            f"{file.path} has no table {missing[0]!r}, which `megamoe simulate` needs; name the "
+            "profile of a GPU, h800 for example"
         )
     compute, links = compute_in(file), links_in(file)
     if compute is None:
@@ -91,7 +91,7 @@ def _cluster(
 ) -> ClusterProfile:
     if set(links) != {NODE, NETWORK}:
         raise InvalidConfig(
-            f"the links are {sorted(links)}; write one link nvlink and one link network"
+            f"the profile must have exactly two links, nvlink and network; got {sorted(links)}"
         )
     return ClusterProfile(
         name=values["name"],

@@ -15,8 +15,9 @@ from moe_compile.journal.reasons import Kind, Reason
 
 PAGE: Final = "docs/reasons.md"
 SAME_GRAPH: Final = (
-    "in the same graph: moe_compile.explain(model, *inputs) says where a graph breaks; around "
-    "DistributedDataParallel Dynamo cuts graphs unless torch._dynamo.config.optimize_ddp = False"
+    "in the same graph (moe_compile.explain(model, *inputs) says where a graph breaks; around "
+    "DistributedDataParallel, Dynamo cuts graphs unless torch._dynamo.config.optimize_ddp = "
+    "False)"
 )
 NOTHING: Final = "nothing to change"
 ACTED_ON: Final = frozenset({Kind.UNPROVEN, Kind.NOT_POSSIBLE})

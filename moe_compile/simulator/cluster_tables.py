@@ -192,9 +192,10 @@ def print_bounds(bounds: Sequence[ScheduleBound], title: str, console: Console) 
 def print_part_shares(rows: Sequence[PartShares], cluster: str, console: Console) -> None:
     """Print how near parts of the batch come to free collectives."""
     table = Table(title=f"Parts of the batch on {cluster}, rows in fp8", box=SIMPLE_HEAD)
+    columns = [*rows[0].shares]
     for heading in ("model", "way", "products"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("link %", *rows[0].shares, "limit", "packed apart"):
+    for heading in ("link %", *columns, "limit", "packed apart"):
         table.add_column(heading, justify="right")
     for row in rows:
         shares = (*row.shares.values(), row.limit, row.with_packing)
@@ -203,12 +204,14 @@ def print_part_shares(rows: Sequence[PartShares], cluster: str, console: Console
         table.add_row(row.model, row.way, row.products, link, *figures)
     console.print(table)
     console.print(
-        f"{NOTE} Figures are in %: the time of one layer, forward and backward, if collectives "
-        "took no time, divided by its time. Each rank has as many sequences as parts. The cost of "
-        "megamoe's own operators is included. blocks: number of layers that are scheduled as one. "
-        "link: time of collectives, in % of compute. limit: the highest figure that any order of "
-        "the kernels of the column before can reach. packed apart: the figure of that column if "
-        "separate kernels packed the rows."
+        f"{NOTE} Times are of one layer, forward and backward. A batch of one rank has one "
+        "sequence for each part. The cost of megamoe's own operators is included.\n"
+        "link %: time of collectives, in % of the time of compute.\n"
+        f"{', '.join(columns)}: the time that the layer would take if collectives took no time, "
+        "in % of its predicted time. N blocks: N layers are scheduled as one.\n"
+        f"limit: the highest figure that any order of the kernels in column {columns[-1]} can "
+        "reach.\n"
+        f"packed apart: column {columns[-1]}, if separate kernels packed the rows."
     )
 
 

@@ -446,7 +446,7 @@ def test_blocks_that_are_wrong_together_alone_are_said():
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ([], "write either the path of a job, or -- and"),
+        ([], "write either the path of a job"),
         (["job.toml", "--", "python"], "write either the path of a job"),
         (["--training.steps=3", "--", "python"], "write '--training.steps=3' after --"),
         (["--slow", "--", "python"], "--slow works for torchtitan jobs"),

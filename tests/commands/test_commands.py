@@ -172,7 +172,7 @@ def test_a_timeline_as_a_picture(capsys, tmp_path):
     [
         (["--model", "352"], "no model '352'. Did you mean '352b'?"),
         (["--cluster", "h80"], "Did you mean 'h800'?"),
-        (["--cluster", "cpu"], "simulate with the profile of a GPU"),
+        (["--cluster", "cpu"], "name the profile of a GPU"),
         (["--fit", "bytedanc"], "Did you mean 'bytedance'?"),
         (["--gpus", "100"], "write a multiple of 120"),
         (["--schedule", "inter"], "Did you mean 'inter-op'?"),

@@ -83,7 +83,7 @@ def test_the_link_to_the_host_is_stated_whole_or_not_at_all(tmp_path):
         with pytest.raises(InvalidConfig, match="table host_link is"):
             load_profile(str(path))
     path.write_text(f"{head}[host_link]\n{rate.replace('52.0', '0.0')}\n{latency}\n{rest}")
-    with pytest.raises(InvalidConfig, match="the rate above 0"):
+    with pytest.raises(InvalidConfig, match="with a rate above 0"):
         load_profile(str(path))
 
 
@@ -140,7 +140,10 @@ def test_contention_is_measured_or_follows_from_ctas(tmp_path):
         load_profile(str(path)).node.contention == load_cluster(str(path)).nvlink.contention == 0.5
     )
     path.write_text(text.replace(ctas, ctas.replace("16", "132")))
-    with pytest.raises(InvalidConfig, match=r"nvlink has 132 ctas, and compute\.num_sms is 132"):
+    with pytest.raises(
+        InvalidConfig,
+        match=r"nvlink has 132 ctas, but must have fewer than compute\.num_sms, which is 132",
+    ):
         load_profile(str(path))
 
 
@@ -150,7 +153,7 @@ def test_an_unknown_profile_names_the_nearest():
 
 
 def test_a_profile_for_the_compiler_alone_is_no_cluster():
-    with pytest.raises(InvalidConfig, match="simulate with the profile of a GPU"):
+    with pytest.raises(InvalidConfig, match="name the profile of a GPU"):
         load_cluster("cpu")
 
 

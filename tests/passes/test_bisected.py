@@ -259,7 +259,10 @@ def test_a_region_of_a_checkpointed_function_has_the_name_of_its_body_too(fake_r
     ("entry", "wanted"),
     [
         ("rewrite_region:region 0", "no pass 'rewrite_region'. Did you mean 'rewrite_regions'"),
-        ("pin_order:region 0", "these passes alone can be left out of one region: apply_scores, "),
+        (
+            "pin_order:region 0",
+            "only these passes can be left out of a single region: apply_scores, ",
+        ),
         ("rewrite_regions:", "'apply_scores:region 0'"),
     ],
 )

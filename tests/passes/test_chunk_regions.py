@@ -360,7 +360,7 @@ def test_a_write_that_would_run_before_a_reader_leaves_the_region_whole(fake_ran
     """What the host reads, and all that is computed from counts, is made first in a chunk."""
     (verdict,), *_ = whole(layer(style, fake_ranks))
     assert verdict.reason is Reason.MUTATED_MEANWHILE, verdict
-    assert "would run before" in verdict.detail
+    assert "would write a tensor before" in verdict.detail
 
 
 class WritesWhatWasRead(SplitsRows):

@@ -151,7 +151,9 @@ def test_without_a_known_bound_auto_keeps_the_all_to_all(fake_ranks):
 def test_rows_asked_to_be_quantised_are_exchanged(fake_ranks):
     _, plan, _ = run(fake_ranks, dispatch_wire="fp8", strict=True)
     left = plan.left["dispatch"]
-    assert left.reason is Reason.NOT_ASKED and left.detail.startswith("eight bits are asked for")
+    assert left.reason is Reason.NOT_ASKED and left.detail.startswith(
+        "a wire option asks for rows in eight bits"
+    )
     assert not plan.decision.gathers
 
 

@@ -145,7 +145,7 @@ def test_rows_that_travel_otherwise_are_refused_beside_it(other):
 
 @pytest.mark.parametrize("axis", ["auto", "experts"])
 def test_chunks_of_experts_are_refused_beside_it(axis):
-    with pytest.raises(InvalidConfig, match='write chunk_by = "tokens" beside it'):
+    with pytest.raises(InvalidConfig, match='write chunk_by = "tokens" too'):
         MegaMoEConfig(host_reads="none", chunks=2, chunk_by=axis)
     MegaMoEConfig(host_reads="none", chunks=2, chunk_by="tokens")
     MegaMoEConfig(host_reads="none", chunks=1, chunk_by=axis)

@@ -76,7 +76,12 @@ def test_a_class_and_what_is_made_of_it_are_rewrites(value):
         ("nothing", "Unsaid", "has bound = ''; write bound = .* else what it loses"),
         ("nothing", "Promised", "has bound = 'by nothing'; write"),
         ("nothing", "Decided", "has is_decided = True; write is_decided = False"),
-        ("pin_order", "Nothing", "has the same name as a pass of megamoe; write another name"),
+        (
+            "pin_order",
+            "Nothing",
+            "must have a name that no pass of megamoe has, but has the name of one; write "
+            "another name",
+        ),
     ],
 )
 def test_what_is_no_rewrite_says_what_to_write(name, value, message):

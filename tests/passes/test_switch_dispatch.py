@@ -148,7 +148,7 @@ def test_tokens_that_do_not_split_evenly_are_gathered_whole_and_told(fake_ranks)
     asked = state(chunk_by="tokens", chunks=3, **ASKED)
     (verdict,) = carried_out(run_level(DYNAMO, gm.graph, asked), "chunks").skipped
     assert verdict.reason is Reason.GATHERED
-    assert verdict.detail == "those of a rank are not known to split evenly in 3 slices"
+    assert verdict.detail == "a rank's tokens are not known to split evenly into 3 slices"
     assert sum(map(is_reduce_scatter, gm.graph.nodes)) == 1
 
 
@@ -169,7 +169,7 @@ def test_chunks_of_experts_leave_a_gathered_region_whole_with_a_remark(fake_rank
     program = layer(GroupedExperts, fake_ranks)
     region, said, _ = reported(program, chunks=4, strict=True, **ASKED)
     assert (region.num_chunks, region.verdict) == (1, "all-gathered")
-    assert "chunk_by = 'tokens' splits them" in said
+    assert "set chunk_by = 'tokens' to split them" in said
 
 
 def test_the_report_has_bytes_both_rules_and_the_equality(fake_ranks):
@@ -324,5 +324,5 @@ def test_a_weighted_sum_of_two_rows_or_a_third_addend_is_lossy(fake_ranks):
 
 def test_strict_raises_where_the_switch_was_asked_for(fake_ranks):
     (gm,) = dynamo_graphs(layer(NoSum, fake_ranks), tokens())
-    with pytest.raises(RegionRefused, match="not followed by a sum per token"):
+    with pytest.raises(RegionRefused, match="must be followed by a sum per token"):
         rewrite(gm, state(strict=True, **ASKED).config)

@@ -62,7 +62,10 @@ from passes.replay.hops import HopSplit
 from passes.replay.masked_replay import chunk_bounds, emit_chunks
 from passes.replay.two_hops import emit_two_hops
 
-BY_LOAD: Final = "each step's counts say which experts a chunk has: about as many rows in each"
+BY_LOAD: Final = (
+    "in each step the counts decide which experts a chunk has, so that all chunks have about "
+    "equally many rows"
+)
 
 
 class ByCounts(RegionKind[PlannedExperts]):
@@ -186,7 +189,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     )
     remarks += [BY_LOAD] if plan.by_load else edges_remarks(left)
     remarks += decision_remarks(one.decision)
-    remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
+    remarks += [f"decided without predicted times: {one.not_priced}"] if one.not_priced else []
     remarks += dispatch_remarks(one, asked)
     remarks += room_remarks(one)
     remarks += node_remarks(one)
@@ -243,8 +246,9 @@ def _verdict(one: PlannedExperts) -> str:
 
 def _rounds(parameter: str) -> str:
     return (
-        f"the gradient of {parameter}, which rows of several experts read, is added up in another "
-        "order: off by at most m + 1 eps times the sum of the magnitudes of its m terms"
+        f"the gradient of {parameter}, which rows of several experts read, is added up in "
+        "another order: so it differs by at most m + 1 eps times the sum of the magnitudes of "
+        "its m terms"
     )
 
 
@@ -289,13 +293,13 @@ def room_remarks(one: PlannedExperts) -> list[str]:
     """Return the remark on the room for rows of one region, or on why the host reads for it."""
     left = one.left.get("host_reads")
     if left is not None and left.reason is not Reason.NOT_ASKED:
-        return [f"the host reads its counts: {left.why}"]
+        return [f"the host still reads its counts: {left.why}"]
     if not one.plan.room:
         return []
     rows = known_rows(one.found.region.rows)
     said = (
-        f"the host reads nothing: {one.plan.room} rows have room from each rank to each, of "
-        f"{rows} rows that a rank has in all"
+        f"the host reads nothing: from each rank to each other rank, {one.plan.room} of a rank's "
+        f"{rows} rows fit"
     )
     if one.even is not None and one.plan.is_chunked:
         said += f"; in slices of {one.even.slice_room}, one for each chunk"
