@@ -25,7 +25,8 @@ TABLES_FROM: Final = 112
 NAMED: Final = "recompute_modules"
 """Name of the records about parts that are computed again because the user named them."""
 DETAILS: Final = (
-    f"For tables of graphs, times and memory use --verbose or {TABLES_FROM} columns or more."
+    "To print tables of graphs, times and memory too, use --verbose, or a terminal of "
+    f"{TABLES_FROM} columns or more."
 )
 
 
@@ -105,7 +106,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     for place in report.get("graph_breaks", ()):  # none in reports of earlier versions
         yield f"Dynamo ends a graph at {place}"
     for place in dict.fromkeys(_read_alone(report)):
-        yield f"The host reads a single integer at {place}"
+        yield f"The host reads a single integer, and may wait for it, at {place}"
     yield from dict.fromkeys(text for graph in report["graphs"] if (text := _kept(graph)))
     yield from dict.fromkeys(lines_of_named_parts(report))
     yield from dict.fromkeys(_offloaded(report))
@@ -113,7 +114,10 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"Rewrite {line}" for line in rewrites)
     yield from report.get("warnings", ())
     if not report["compilations"] and not rewrites:
-        yield "No MoE region was found; the code is Inductor's alone."
+        yield (
+            "No MoE region was found, so megamoe changed nothing, and Inductor compiled the "
+            "program as written."
+        )
     yield from names_without_effect(report)
 
 
@@ -289,8 +293,9 @@ def _slowdowns(report: Mapping[str, Any]) -> str:
         for key in ("contention", "overlap_slowdown")
     )
     return (
-        f"In these times compute is up to {by_collectives:.0%} slower beside a collective, and a "
-        f"collective is up to {by_compute:.0%} slower beside compute."
+        f"These times assume that compute is up to {by_collectives:.0%} slower while a "
+        f"collective runs than alone, and a collective up to {by_compute:.0%} slower while "
+        "compute runs."
     )
 
 

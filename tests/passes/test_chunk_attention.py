@@ -39,7 +39,7 @@ def compiled(style, group, kv_heads=8, *, heads=24, batch=4, **options):
 @pytest.mark.parametrize(
     ("asked", "kv_heads", "groups", "verdict"),
     [
-        (1, 8, 1, f"{Reason.NOT_ASKED.value} (one chunk is asked for)"),
+        (1, 8, 1, f"{Reason.NOT_ASKED.value} (the options ask for one chunk)"),
         (4, 8, 4, "chunked"),
         (4, 4, 1, f"{FEW} (2 heads for 4 groups)"),
         (2, 2, 1, f"{FEW} (one local KV head)"),

@@ -59,7 +59,10 @@ def test_a_slow_link_gathers_where_that_sends_less_and_the_report_has_the_bound(
     assert plan.decision.runner_up.candidate.dispatch == "all_to_all"
     said = "; ".join([*decision_remarks(plan.decision), *dispatch_remarks(plan, "auto")])
     assert "planned: tokens all-gathered, predicted" in said and "; the next best is " in said
-    assert "sums of 4 per token round otherwise: off by at most 3 eps" in said
+    sums = (
+        "sums of 4 rows per token are added in another order than in the model, so they differ by"
+    )
+    assert f"{sums} at most 3 eps" in said
     assert decision_figures(plan.decision)["chosen"] == "tokens all-gathered"
 
 

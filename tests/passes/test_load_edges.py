@@ -164,7 +164,7 @@ def test_auto_goes_by_load_where_a_stated_skew_makes_it_faster(fake_ranks, chunk
         ({}, Reason.BY_PRICE, "routing_skew is 0, which says that experts are chosen evenly"),
         ({"routing_skew": 0.1}, Reason.BY_PRICE, ""),
         ({"routing_skew": 0.8, "equal_tokens": False}, Reason.NO_PRICE, ""),
-        ({"routing_skew": 0.8, "chunks": 1}, Reason.NOT_ASKED, "one chunk is asked for"),
+        ({"routing_skew": 0.8, "chunks": 1}, Reason.NOT_ASKED, "the options ask for one chunk"),
         ({"routing_skew": 0.8, "chunk_by": "tokens"}, Reason.BY_PRICE, "chunks are of tokens"),
     ],
     ids=str,

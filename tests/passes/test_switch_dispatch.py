@@ -179,7 +179,8 @@ def test_the_report_has_bytes_both_rules_and_the_equality(fake_ranks):
         "rows_per_token": 2, "all_to_all_bytes": 32, "all_gather_bytes": 32,
     }  # fmt: skip
     assert region.num_host_reads == 1
-    assert "k = 2, n = 2: k > n says all-to-all, k > 0.75 n says all-gather" in said
+    assert "k = 2 rows per token on n = 2 ranks, the rule k > n favours all-to-all" in said
+    assert "the rule k > 0.75 n favours all-gather" in said
     assert "no bit changes" in said
 
 
@@ -193,7 +194,7 @@ def test_the_report_bounds_gradients_of_the_weights_of_a_batched_product(fake_ra
 
     _, said, _ = reported(layer(Weighted, fake_ranks, top_k=1), chunks=1, **ASKED)
     assert ("no bit changes" in said) is not trained
-    assert (f"off by at most {WIDTH} eps times the sum" in said) is trained
+    assert (f"differ by at most {WIDTH} eps times the sum" in said) is trained
 
 
 # --- when not --------------------------------------------------------------------------------
