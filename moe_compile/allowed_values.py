@@ -44,8 +44,9 @@ def check_chunk_by(chunk_by: str, slices: object, edges: str) -> None:
         )
     if slices not in ("auto", 1) and chunk_by == "tokens":
         raise InvalidConfig(
-            f'megamoe.hop_slices is {slices}, but chunk_by is "tokens"; leave out chunk_by: then '
-            "megamoe.chunks splits the experts, and hop_slices splits hop 1"
+            f'megamoe.hop_slices is {slices}, but with chunk_by = "tokens" megamoe.chunks '
+            "already splits hop 1; leave out hop_slices, or leave out chunk_by, so that "
+            "megamoe.chunks splits the experts and hop_slices splits hop 1"
         )
 
 

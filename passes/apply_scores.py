@@ -232,7 +232,8 @@ def _store(new: list[fx.Node], region: MoERegion, ones: fx.Node | None) -> None:
     if fake is None:
         raise Left(
             Reason.UNKNOWN_OPERATOR,
-            "its tensors must be fake tensors that torch's tracer made, and are not",
+            "megamoe needs the fake tensors that torch's tracer attaches to a graph, and this "
+            "graph has none",
         )
     try:
         store_values(new, fake, {} if ones is None else {ones: region.counts})

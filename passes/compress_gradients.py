@@ -166,7 +166,7 @@ def _not_a_sum(launch: fx.Node) -> Verdict | None:
     given = _arguments(launch)
     whole = tensor_of(given["input"])
     if whole is None or whole.dtype is not torch.float32:
-        return _other(launch, "it must reduce float32, and reduces another type")
+        return _other(launch, "it must reduce float32, and reduces a different type")
     if given["reduce_op"] not in SUMMED:
         return _other(launch, "it must sum or average, and does neither")
     if given["group_size"] == 1:

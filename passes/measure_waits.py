@@ -81,8 +81,7 @@ def _what_lacks(state: CompileState) -> str:
     if write_measured_waits():
         return ""
     return (
-        "Inductor's node of a wait must have the form that megamoe knows, and has another in "
-        "this version of torch"
+        "Inductor's node of a wait has a form that megamoe does not know, in this version of torch"
     )
 
 

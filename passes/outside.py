@@ -49,7 +49,9 @@ def load_transports(entries: Sequence[EntryPoint]) -> dict[str, Transport]:
     for entry in entries:
         if entry.name == ours.name:
             raise unusable(
-                entry, "must have another name than torch's own transport", "another name"
+                entry,
+                "must have a name that differs from that of torch's own transport",
+                "another name",
             )
     return {ours.name: ours, **{entry.name: _made(entry, Transport) for entry in entries}}
 

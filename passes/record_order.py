@@ -68,7 +68,8 @@ def _emit(graph: fx.Graph, record: str) -> None:
     mode = getattr(example, "fake_mode", None)
     if mode is None:
         raise ContractViolation(
-            "record_order: the graph must have fake tensors as its values, and has none"
+            "record_order needs the fake tensors that torch's tracer attaches to a graph, and "
+            "this graph has none"
         )
     settings = {"dtype": torch.uint8, "device": torch.device("cpu")}
     with graph.inserting_before(first):

@@ -112,7 +112,8 @@ def _store_values(new: Sequence[fx.Node], split: BatchSplit, parts: Parts) -> No
     fake = fake_mode_of([value_of(node) for node in split.cut])
     if fake is None:
         raise ContractViolation(
-            "the graph's tensors must be fake tensors that torch's tracer made, and are not"
+            "megamoe needs the fake tensors that torch's tracer attaches to a graph, and this "
+            "graph has none"
         )
     copies = {copy: node for env in parts.envs for node, copy in env.items()}
     copies |= {new: node for made in (parts.joined, parts.kept) for node, new in made.items()}

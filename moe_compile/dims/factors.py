@@ -85,7 +85,7 @@ def regroup(factors: Sequence[Factor], sizes: Sequence[int]) -> Dims:
         left = size
         while left > 1:
             if not todo:
-                raise Lost("a view has other sizes than its input")
+                raise Lost("a view must have as many elements as its input, and has not")
             factor = todo.pop(0)
             if left % factor.size == 0:
                 dim.append(factor)
@@ -97,11 +97,12 @@ def regroup(factors: Sequence[Factor], sizes: Sequence[int]) -> Dims:
                 left = 1
             else:
                 raise Lost(
-                    "a view must cut a dimension into whole factors, and one cuts across a factor"
+                    "a view must keep a dimension whole or cut it at a divisor of its size, and "
+                    "one does neither"
                 )
         dims.append(dim)
     if todo:
-        raise Lost("a view has other sizes than its input")
+        raise Lost("a view must have as many elements as its input, and has not")
     return dims
 
 

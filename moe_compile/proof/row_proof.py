@@ -225,7 +225,11 @@ class _Proof:
         if isinstance(value, Rows):
             raise Left(Reason.HOST_READ_OF_ROWS)
         if self.facts.num_ranks > 1 and (said := said_to_be(value_of(step.node))) is not None:
-            raise Left(Reason.VALUE_FROM_COUNTS, f"the program asserts that this integer is {said}")
+            raise Left(
+                Reason.VALUE_FROM_COUNTS,
+                f"the program asserts that an integer computed from the counts is {said}, "
+                "and a chunk has other counts",
+            )
         if isinstance(value, Formulas):
             self.facts.read_on_host(value_of(step.node), value.cells[0])
 

@@ -89,7 +89,10 @@ def _check(region: MoERegion, run: CountRun, rows: _Steps, sample: Sample) -> No
     for spare in SPARE_ROWS:
         labels = rows.labelled(run, sample, region, spare)
         if not torch.equal(labels.of(rows.sent)[:num_rows], own):
-            raise Left(Reason.ROWS_OUT_OF_ORDER, "where padding rows follow the counted rows")
+            raise Left(
+                Reason.ROWS_OUT_OF_ORDER,
+                "the counted rows must come back in order if padding rows follow them, and do not",
+            )
         expected = labels.groups if expected is None else expected
         if not all(map(torch.equal, labels.groups, expected)):
             raise Left(
@@ -188,7 +191,11 @@ class _Labels:
     def set(self, tensor: torch.Tensor, labels: torch.Tensor) -> None:
         """Note the labels of a new tensor; raise Left where it has another number of places."""
         if self._length(tensor) != len(labels):
-            raise Left(Reason.SIZE_FROM_COUNTS, "where padding rows follow the counted rows")
+            raise Left(
+                Reason.SIZE_FROM_COUNTS,
+                "a tensor must have a place for each row if padding rows follow the counted rows, "
+                "and has not",
+            )
         self._memory[id(tensor)] = _Memory(labels)
 
     def _length(self, tensor: torch.Tensor) -> int:
@@ -203,7 +210,7 @@ class _Labels:
         if rule is None:
             raise Left(
                 Reason.UNKNOWN_OPERATOR,
-                f"{name} of rows, where padding rows follow the counted rows",
+                f"it is not known what {name} does to padding rows that follow the counted rows",
             )
         rule(self, step, name)
 
@@ -247,7 +254,8 @@ class _Labels:
         if step.argument("accumulate", False) or memory.is_cut or len(values) != len(index):
             raise Left(
                 Reason.UNKNOWN_OPERATOR,
-                f"{step.name} of rows, where padding rows follow the counted rows",
+                f"it is not known what {step.name} does to padding rows that follow the counted "
+                "rows",
             )
         labels = memory.labels.clone()
         index = torch.where(index < 0, index + len(labels), index)
@@ -329,7 +337,7 @@ class _Labels:
         if others or not is_apart or step.out.dim() == 0:
             raise Left(
                 Reason.UNKNOWN_OPERATOR,
-                f"{name} combines rows with other tensors, where padding rows follow the "
+                f"{name} combines rows with other tensors, although padding rows follow the "
                 "counted rows",
             )
         alike = all(torch.equal(labels[0], other) for other in labels[1:])

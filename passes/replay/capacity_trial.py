@@ -92,7 +92,10 @@ def _arithmetic(calls: Sequence[Call]) -> list[Call]:
 def _run(region: CapacityRegion) -> FakeRun:
     fake = fake_mode_of([value_of(node) for node in region.body])
     if fake is None:
-        raise TypeError("its tensors must be fake tensors that torch's tracer made, and are not")
+        raise TypeError(
+            "megamoe needs the fake tensors that torch's tracer attaches to a graph, and "
+            "this graph has none"
+        )
     return FakeRun(fake, modes(region.result.graph), region.result)
 
 
