@@ -368,7 +368,7 @@ def test_processes_of_a_form_that_takes_too_long_are_ended_so_that_new_ones_go_o
     run = subprocess.run(
         [sys.executable, "-c", HANGS], check=False, timeout=50, capture_output=True, text=True
     )
-    assert run.returncode == RESTART and "slow did not end in 0 s" in run.stdout
+    assert run.returncode == RESTART and "slow did not end within 0 s" in run.stdout
 
 
 COMMAND = """

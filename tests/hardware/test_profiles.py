@@ -80,7 +80,7 @@ def test_the_link_to_the_host_is_stated_whole_or_not_at_all(tmp_path):
     assert load_profile(str(path)).host_link is None
     for line in (rate, latency):
         path.write_text(f"{head}[host_link]\n{line}\n{rest}")
-        with pytest.raises(InvalidConfig, match="table host_link is"):
+        with pytest.raises(InvalidConfig, match="table host_link must have"):
             load_profile(str(path))
     path.write_text(f"{head}[host_link]\n{rate.replace('52.0', '0.0')}\n{latency}\n{rest}")
     with pytest.raises(InvalidConfig, match="with a rate above 0"):
@@ -125,7 +125,9 @@ def test_a_profile_from_before_a_number_of_links_says_what_to_write(tmp_path):
     lines = (PROFILES / "h100.toml").read_text().splitlines()
     path = tmp_path / "older.toml"
     path.write_text("\n".join(line for line in lines if not line.startswith("overlap_slowdown")))
-    with pytest.raises(InvalidConfig, match="nvlink has no overlap_slowdown; write it"):
+    with pytest.raises(
+        InvalidConfig, match="nvlink must have overlap_slowdown, and has not; write its value"
+    ):
         load_profile(str(path))
     with pytest.raises(InvalidConfig, match="overlap_slowdown"):
         load_cluster(str(path))

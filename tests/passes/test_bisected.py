@@ -290,7 +290,7 @@ class Nameless(Rewrite[str]):
 
 def test_a_rewrite_by_region_says_which_region_it_changes():
     gm = make_fx(program)(torch.ones(3))
-    with pytest.raises(ContractViolation, match="does not say the region of something"):
+    with pytest.raises(ContractViolation, match="must name its region; something names none"):
         Nameless().run(gm.graph, state())
 
 

@@ -213,7 +213,7 @@ def test_a_loop_runs_only_the_experts_of_the_chunk(fake_ranks):
 def test_one_chunk_leaves_the_graph_as_it_was(fake_ranks):
     left, graph, before = whole(layer(GroupedExperts, fake_ranks), chunks=1)
     assert str(graph) == before
-    assert [v.why for v in left] == ["the options leave it off (one chunk is asked for)"]
+    assert [v.why for v in left] == ["the options leave it off (the options ask for one chunk)"]
 
 
 def test_one_local_expert_leaves_the_region_whole(fake_ranks):

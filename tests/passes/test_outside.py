@@ -102,7 +102,9 @@ def test_a_name_is_in_snake_case(name):
 
 
 def test_a_name_is_there_once():
-    with pytest.raises(InvalidConfig, match=r"has the name of one of .*; write another name"):
+    with pytest.raises(
+        InvalidConfig, match=r"has the name of another entry point, from .*; write another name"
+    ):
         checked([entry("Nothing"), entry("made")])
 
 

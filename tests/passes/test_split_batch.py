@@ -264,7 +264,7 @@ class OfAnyLength(Block):
 
 SAID = [
     (3, {}, "the batch size is marked as dynamic, and 2 parts need at least 4"),
-    (8, {"min": 3, "max": 9}, "the size is bounded below 4, the least for 2 parts"),
+    (8, {"min": 3, "max": 9}, "the batch size may be less than 4, but 2 parts need at least 4"),
 ]
 
 
