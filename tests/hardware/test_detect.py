@@ -77,7 +77,10 @@ def test_the_warning_is_given_once_per_process(detected, caplog):
 
 def test_where_nothing_can_stand_in_it_is_an_error(detected):
     old = Library("Tesla V100-SXM2-32GB", 8, 6, nvmlDeviceGetCudaComputeCapability=[7, 0])
-    said = "'detect': no profile has the name of this GPU, 'Tesla V100-SXM2-32GB'.*set megamoe.hardware"
+    said = (
+        "'detect': no profile has the name of this GPU, 'Tesla V100-SXM2-32GB'.*set "
+        "megamoe.hardware"
+    )
     with pytest.raises(InvalidConfig, match=said):
         detected(old)
 
