@@ -172,7 +172,7 @@ def test_a_wrong_part_is_named_with_what_to_write(change, wanted):
 
 def test_what_is_missing_or_compiled_already_is_refused():
     with pytest.raises(
-        InvalidConfig, match="must return a dictionary with the keys model, .*; got a list"
+        InvalidConfig, match=r"must return a dictionary with the keys model, .*; got a list"
     ):
         given_by([])
     with pytest.raises(InvalidConfig, match="'step' is missing"):
