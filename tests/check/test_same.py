@@ -127,7 +127,7 @@ def test_a_program_that_does_not_repeat_its_bits_fails_and_is_named_where_megamo
     record = judged(tmp_path, AGAIN, FINE, other)
     assert record.data["failures"] and record.data["repeats"] is False
     record = judged(tmp_path, NODE_BY_NODE, replace(OURS, difference=FIRST), repeats=False)
-    assert "the program as written does not repeat" in record.data["failures"][0]["why"]
+    assert "two runs of the program as written differ" in record.data["failures"][0]["why"]
 
 
 @pytest.mark.parametrize(("off", "is_same"), [(FLOOR_ALONE, True), (1.01 * FLOOR_ALONE, False)])

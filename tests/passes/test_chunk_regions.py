@@ -228,7 +228,10 @@ def test_one_local_expert_leaves_the_region_whole(fake_ranks):
 def test_more_chunks_than_experts_are_clamped_with_a_remark(fake_ranks):
     graph, report = chunked(layer(GroupedExperts, fake_ranks), 99)
     (left,) = report.skipped
-    assert (left.reason, left.detail) == (Reason.FEW_EXPERTS, "4 experts for 99 chunks")
+    assert (left.reason, left.detail) == (
+        Reason.FEW_EXPERTS,
+        "99 chunks need as many local experts, and a rank has 4",
+    )
     assert report.applied == ("region 0",)
     assert len(launches(graph)) == 1 + 2 * 4
 

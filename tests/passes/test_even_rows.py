@@ -138,7 +138,7 @@ def test_regions_inside_of_a_checkpoint_tell_too(fake_ranks):
 )
 def test_rows_that_travel_otherwise_are_refused_beside_it(other):
     (name,) = other
-    with pytest.raises(InvalidConfig, match=f"leave out {name}, or host_reads"):
+    with pytest.raises(InvalidConfig, match=f"leave out {name}, or leave out host_reads"):
         MegaMoEConfig(host_reads="none", **other)
     MegaMoEConfig(host_reads="needed", **other)
 

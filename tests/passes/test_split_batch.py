@@ -318,8 +318,8 @@ def test_a_function_that_is_not_followed_is_named_not_its_first_reader(fake_rank
 
 
 OF_SIZES = [
-    (ByHalves, "a size is not known at compile time"),
-    (TimesSize, "a size is not known at compile time"),
+    (ByHalves, "known at compile time"),
+    (TimesSize, "known at compile time"),
     (BySizeOfWhole, "a size of the whole"),
 ]
 
