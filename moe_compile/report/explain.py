@@ -25,8 +25,7 @@ TABLES_FROM: Final = 112
 NAMED: Final = "recompute_modules"
 """Name of the records about parts that are computed again because the user named them."""
 DETAILS: Final = (
-    "To print tables of graphs, times and memory too, use --verbose, or a terminal of "
-    f"{TABLES_FROM} columns or more."
+    f"For tables of graphs, times and memory use --verbose or {TABLES_FROM} columns or more."
 )
 
 
