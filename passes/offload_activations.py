@@ -308,8 +308,8 @@ def _chosen(
     for one in sorted(kept, key=lambda one: -one.worth):  # stable: of equal ones the first made
         if one.nbytes + sum(other.nbytes for other in chosen) > limit:
             detail = (
-                "offload_budget is used up by other tensors, so "
-                f"{operator_at(one.pair.tensor)} stays on the device"
+                f"offload_budget is used up by other tensors: {operator_at(one.pair.tensor)} "
+                "stays on the device"
             )
             verdicts.append(_left(one.pair.node.name, Reason.NOT_ASKED, detail))
         elif not _are_hidden([*chosen, one], end_us):

@@ -448,7 +448,7 @@ def test_blocks_that_are_wrong_together_alone_are_said():
     [
         ([], "write either the path of a job"),
         (["job.toml", "--", "python"], "write either the path of a job"),
-        (["--training.steps=3", "--", "python"], "write '--training.steps=3' after --"),
+        (["--training.steps=3", "--", "python"], "'--training.steps=3' is a flag of torchtitan"),
         (["--slow", "--", "python"], "--slow works for torchtitan jobs"),
         (["deepseek_v3_debug_cpu", "--slow", "--megamoe.codegen=fx"], "leave one of the two out"),
     ],

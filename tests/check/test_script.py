@@ -149,9 +149,9 @@ def of_checkpoints():
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({"model": "x"}, "its 'model' has a str; write a torch.nn.Module"),
-        ({"optimizer": [3]}, "its 'optimizer' has a int; write a torch.optim.Optimizer"),
-        ({"step": lambda: None}, "its 'step' has a function; write a function of the step's"),
+        ({"model": "x"}, "must be a torch.nn.Module; got a str"),
+        ({"optimizer": [3]}, "must be a torch.optim.Optimizer, or a list of them; got a int"),
+        ({"step": lambda: None}, "must be a function of the step's number; got a function"),
         (
             {"blocks": [nn.ReLU()]},
             "the key 'blocks' of the returned dictionary must be modules of the model",

@@ -13,6 +13,7 @@ from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.detect_regions import DetectRegions
+from passes.kinds.by_counts.chunk_edges import NO_SKEW
 from passes.kinds.by_counts.kind import region_report
 from passes.plan_regions import PlanRegions
 from passes.replay.chunk_axis import split_by_load
@@ -161,7 +162,7 @@ def test_auto_goes_by_load_where_a_stated_skew_makes_it_faster(fake_ranks, chunk
 @pytest.mark.parametrize(
     ("options", "reason", "detail"),
     [
-        ({}, Reason.BY_PRICE, "routing_skew is 0, which says that experts are chosen evenly"),
+        ({}, Reason.BY_PRICE, NO_SKEW),
         ({"routing_skew": 0.1}, Reason.BY_PRICE, ""),
         ({"routing_skew": 0.8, "equal_tokens": False}, Reason.NO_PRICE, ""),
         ({"routing_skew": 0.8, "chunks": 1}, Reason.NOT_ASKED, "the options ask for one chunk"),

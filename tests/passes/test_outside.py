@@ -68,7 +68,7 @@ def test_a_class_and_what_is_made_of_it_are_rewrites(value):
     ("name", "value", "message"),
     [
         ("nothing", "Missing", r"cannot be imported \(AttributeError.*write name = \"module:"),
-        ("nothing", "pytest", "is no rewrite; write a subclass of passes.rewrite.Rewrite"),
+        ("nothing", "pytest", "is not a Rewrite; write a subclass of passes.rewrite.Rewrite"),
         ("weighted", "Weighted", "cannot be made .*'weight'.* needs no arguments"),
         ("abstract", "Abstract", "cannot be made .*abstract method"),
         ("other", "Nothing", "has name = 'nothing'; write name = 'other', as its entry point"),
