@@ -78,7 +78,7 @@ def load_cluster(name: str) -> ClusterProfile:
     if compute is None:
         wrong = sorted(set(NUMBERS) - set(file.values["compute"]))
         raise InvalidConfig(
-            f"{file.path}: [compute] must have the keys {sorted(NUMBERS)}; see {wrong}"
+            f"{file.path}: [compute] must have the keys {sorted(NUMBERS)}; missing: {wrong}"
         )
     try:
         return _cluster(file.values, compute, links)
@@ -107,7 +107,9 @@ def _build(kind: type, table: Mapping[str, Any], where: str) -> Any:
     names = {field.name for field in fields(kind)}
     needed = names if kind is not Fit else set()
     if wrong := sorted((set(table) - names) | (needed - set(table))):
-        raise InvalidConfig(f"[{where}] must have the keys {sorted(names)}; see {wrong}")
+        raise InvalidConfig(
+            f"[{where}] may have only the keys {sorted(names)}; missing or unknown: {wrong}"
+        )
     for key, value in table.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or value < 0:

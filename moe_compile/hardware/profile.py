@@ -85,7 +85,7 @@ def host_in(file: SourcedFile) -> HostCosts:
     if wrong := sorted(set(NUMBERS) ^ set(table)):
         raise InvalidConfig(
             f"megamoe.hardware: {file.path}: table {HOST} must have exactly the keys "
-            f"{sorted(NUMBERS)}; see {wrong}"
+            f"{sorted(NUMBERS)}; missing or unknown: {wrong}"
         )
     origins = {name: file.origins[f"{HOST}.{name}"] for name in NUMBERS}
     return HostCosts(**{name: float(table[name]) for name in NUMBERS}, origins=origins)
@@ -205,8 +205,8 @@ def load_profile(name: str) -> HardwareProfile:
     wanted = {"name", *RATES}
     if wrong := sorted(wanted ^ (set(file.values) - CLUSTER_TABLES - {HOST, HOST_LINK})):
         raise InvalidConfig(
-            f"megamoe.hardware: {file.path} must have exactly the keys {sorted(wanted)}; see "
-            f"{wrong}"
+            f"megamoe.hardware: {file.path} must have exactly the keys {sorted(wanted)}; missing "
+            f"or unknown: {wrong}"
         )
     links, compute = links_in(file), compute_in(file)
     large = compute.large_tflops / file.values["matmul_tflops"] if compute is not None else 1.0
