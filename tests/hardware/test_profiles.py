@@ -66,7 +66,9 @@ def test_a_gpu_has_a_host_beside_it_whose_costs_are_stated_whole(tmp_path):
     lines = (PROFILES / "h100.toml").read_text().splitlines()
     path = tmp_path / "h100.toml"
     path.write_text("\n".join(line for line in lines if not line.startswith("read_us")))
-    with pytest.raises(InvalidConfig, match=r"table host must have exactly .*unknown: \['read_us'\]"):
+    with pytest.raises(
+        InvalidConfig, match=r"table host must have exactly .*unknown: \['read_us'\]"
+    ):
         load_profile(str(path))
 
 
