@@ -39,13 +39,14 @@ def check_chunk_by(chunk_by: str, slices: object, edges: str) -> None:
     check_number("hop_slices", slices)
     if edges == "load" and chunk_by == "tokens":
         raise InvalidConfig(
-            f'megamoe.chunk_edges is {edges!r}, but chunk_by is "tokens", and chunks of tokens '
-            "have rows of all experts; leave out one of the two options"
+            f"megamoe.chunk_edges is {edges!r}, which moves the edges of chunks of experts, but "
+            'chunk_by is "tokens"; leave out one of the two options'
         )
     if slices not in ("auto", 1) and chunk_by == "tokens":
         raise InvalidConfig(
-            f'megamoe.hop_slices is {slices}, but chunk_by is "tokens"; leave out chunk_by: then '
-            "megamoe.chunks splits the experts, and hop_slices splits hop 1"
+            f'megamoe.hop_slices is {slices}, but with chunk_by = "tokens" megamoe.chunks '
+            "already splits hop 1; leave out hop_slices, or leave out chunk_by, so that "
+            "megamoe.chunks splits the experts and hop_slices splits hop 1"
         )
 
 
@@ -54,9 +55,9 @@ def check_apply_scores(apply_scores: str, dispatch: str, nodes: str) -> None:
     for name, value, plain in (("dispatch", dispatch, "all_to_all"), ("nodes", nodes, "off")):
         if apply_scores == "before_down" and value not in (plain, "auto"):
             raise InvalidConfig(
-                f'megamoe.apply_scores is "before_down", but {name} = {value!r} sends a token once '
-                f"for several rows, without the scores of these rows; leave out {name}, or "
-                "apply_scores"
+                'megamoe.apply_scores is "before_down", which needs a score with every row that '
+                f"is sent, but {name} = {value!r} sends one token for several rows; leave out "
+                f"{name}, or apply_scores"
             )
 
 
@@ -81,15 +82,16 @@ def check_without_reads(
         return
     if chunks not in (1, "auto") and chunk_by != "tokens":
         raise InvalidConfig(
-            f'megamoe.host_reads is "none", with chunks = {chunks!r}; without a read a chunk has a '
-            'share of the rows of every expert: write chunk_by = "tokens" beside it, or leave out '
-            "chunks, or host_reads"
+            f'megamoe.host_reads is "none", and chunks = {chunks!r} asks for chunks of experts, '
+            'whose sizes the host must read; write chunk_by = "tokens" too, or leave out chunks, '
+            "or leave out host_reads"
         )
     for name, value in others.items():
         if value not in WITHOUT_READS[name]:
             raise InvalidConfig(
-                f'megamoe.host_reads is "none", with {name} = {value!r}; rows then travel by plain '
-                f"all-to-alls, in the model's number format: leave out {name}, or host_reads"
+                'megamoe.host_reads is "none", which supports only plain all-to-alls of rows in '
+                f"the model's number format, but {name} is {value!r}; leave out {name}, or leave "
+                "out host_reads"
             )
 
 
@@ -103,8 +105,8 @@ def check_list(option: str, names: tuple[str, ...], known: tuple[str, ...]) -> N
     for name in names:
         if name not in known:
             raise InvalidConfig(
-                f"megamoe.{option} has {name!r}; write a list of {', '.join(known)}."
-                + nearest(name, known)
+                f"megamoe.{option} has {name!r}, which it does not know; write a list of "
+                f"{', '.join(known)}." + nearest(name, known)
             )
 
 
@@ -123,14 +125,15 @@ def check_fp8_products(compute: str, products: tuple[str, ...]) -> None:
         )
     if compute == "fp8_rowwise" and "grad_weight" in products:
         raise InvalidConfig(
-            'megamoe.fp8_products has "grad_weight", but expert_compute = "fp8_rowwise" has no '
-            'scales along rows; write expert_compute = "fp8_blockwise", or leave out "grad_weight"'
+            'megamoe.fp8_products has "grad_weight", but "fp8_rowwise" cannot compute it: a '
+            "gradient of weights sums over rows, and needs scales along rows; write "
+            'expert_compute = "fp8_blockwise", or leave out "grad_weight"'
         )
     if compute.endswith("_e5m2") and set(products) <= {*FORWARD_PRODUCTS}:
         raise InvalidConfig(
-            f"megamoe.fp8_products is {list(products)}, without a product of gradients, but "
-            f'expert_compute = "{compute}" is for gradients in e5m2; write expert_compute = '
-            '"fp8_blockwise", or add "grad_input"'
+            f'megamoe.fp8_products is {list(products)}, but expert_compute = "{compute}" needs '
+            '"grad_input" in it, because it differs from "fp8_blockwise" only in the format of '
+            'gradients; write expert_compute = "fp8_blockwise", or add "grad_input"'
         )
 
 

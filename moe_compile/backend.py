@@ -359,7 +359,7 @@ def raise_if_strict(journal: Journal, where: str) -> None:
     if unmet is not None:
         option, off = f"megamoe.{unmet.option}", OFF[unmet.option][0]
         raise RegionRefused(
-            f"{unmet.where or where}: {option} was requested but is not applied to {unmet}. "
-            f"{to_do(unmet.reason)}. Set {option} = {off!r}, or megamoe.strict = False, to run the "
-            "code without this rewrite"
+            f"{unmet.where or where}: {option} was requested but is not applied to {unmet}. To "
+            f"do: {to_do(unmet.reason)}. Or set {option} = {off!r}, or megamoe.strict = False, "
+            "to run the code without this rewrite"
         )

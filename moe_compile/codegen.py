@@ -468,7 +468,10 @@ class Partitioner(_Base):
     def __reduce__(self) -> Any:
         """Pickle as its identity: Inductor pickles its settings for cache keys."""
         if (identity := self.uuid()) is None:
-            raise TypeError("a partitioner without an identity has no place in a cache key")
+            raise TypeError(
+                "a partitioner must have an identity (a string) that goes into the cache "
+                "key; got none"
+            )
         return str, (repr(identity),)
 
 

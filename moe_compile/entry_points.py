@@ -40,9 +40,17 @@ def checked(found: Iterable[EntryPoint]) -> tuple[EntryPoint, ...]:
     by_name: dict[str, EntryPoint] = {}
     for entry in sorted(found, key=lambda e: (e.name, origin_of(e))):
         if not NAME.fullmatch(entry.name):
-            raise unusable(entry, "has a name that options cannot say", "a name in snake_case")
+            raise unusable(
+                entry,
+                "has a name that cannot be written as an option's value",
+                "a name in snake_case",
+            )
         if (other := by_name.get(entry.name)) is not None:
-            raise unusable(entry, f"has the name of one of {origin_of(other)}", "another name")
+            raise unusable(
+                entry,
+                f"has the name of another entry point, from {origin_of(other)}",
+                "another name",
+            )
         by_name[entry.name] = entry
     return tuple(by_name.values())
 

@@ -170,7 +170,7 @@ def _tried(site: str, trace: Callable[[], Sequence[T]]) -> Sequence[T]:
     try:
         return trace()
     except Exception as error:  # noqa: BLE001  (times are beside the point: what is found is)
-        LOG.warning("megamoe: no times are predicted for %s: %s", site, error)
+        LOG.warning("megamoe: the times of %s cannot be predicted: %s", site, error)
         return ()
 
 

@@ -57,8 +57,8 @@ def compiled_or_as_written(
             raise
         failure = f"{type(error).__name__}: {error}"
         LOG.warning(
-            "megamoe: the rewritten program at %s does not compile (%s): the program runs "
-            "unchanged. This is a bug in megamoe: please report it with the program",
+            "megamoe: the rewritten program at %s does not compile (%s), so the original program "
+            "runs. This is a bug in megamoe: please report it with the program",
             state.site,
             failure,
         )

@@ -88,16 +88,16 @@ class AsWritten:
                 compiled = compile_graph(self.gm, self.inputs)
         except Exception as error:  # noqa: BLE001  (whatever a compiler raises)
             LOG.warning(
-                "megamoe: a graph runs operator by operator, because compiling it unchanged "
-                "failed: %s",
+                "megamoe: a graph runs operator by operator, not compiled, because compiling the "
+                "original program failed: %s",
                 error,
             )
             return fallback
         if new := sorted(_guards(self.tracing) - self.guards):
             LOG.warning(
                 (
-                    "megamoe: a graph runs operator by operator, because compiling it unchanged "
-                    "would need more guards: %s"
+                    "megamoe: a graph runs operator by operator, not compiled, because compiling "
+                    "the original program would need more guards: %s"
                 ),
                 new,
             )
@@ -176,7 +176,7 @@ def _add_notes(
     """Add to an error of a run which options hold memory, or which ranks did not come."""
     if to_lower and isinstance(error, torch.OutOfMemoryError):
         error.add_note(
-            f"megamoe: these options hold more memory than the program as written: {to_lower}"
+            f"megamoe: these options take more memory than the program as written: {to_lower}"
         )
     if agreement is not None:
         agreement.name(error, calls)

@@ -121,7 +121,9 @@ class ApplyScores(Rewrite[BeforeDown]):
             try:
                 _carry_out(find_scored_rows(_region(facts, one.dispatch)))
             except Left as left:
-                raise ContractViolation(f"{one} no longer match the graph: {left}") from left
+                raise ContractViolation(
+                    f"{one} were planned, but the graph no longer has these nodes: {left}"
+                ) from left
             facts.forget()
 
 
@@ -176,7 +178,8 @@ def _carry_out(form: ScoredRows) -> None:
     for factors, rows, times in scaled:
         if shape_of(factors) != [*shape_of(rows)[:-1], 1] or shape_of(times) != shape_of(rows):
             raise Left(
-                Reason.UNKNOWN_OPERATOR, f"{operator_at(rows)} does not have one score for each row"
+                Reason.UNKNOWN_OPERATOR,
+                f"{operator_at(rows)} must have one score for each row, and has not",
             )
     erase_unused(form.late)
 
@@ -227,10 +230,15 @@ def _store(new: list[fx.Node], region: MoERegion, ones: fx.Node | None) -> None:
     """Give `new` the values of the tracer; ones have no gradient, as counts have none."""
     fake = fake_mode_of([value_of(region.rows)])
     if fake is None:
-        raise Left(Reason.UNKNOWN_OPERATOR, "its tensors were not made by the tracer")
+        raise Left(
+            Reason.UNKNOWN_OPERATOR,
+            "megamoe needs the fake tensors that torch's tracer attaches to a graph, and this "
+            "graph has none",
+        )
     try:
         store_values(new, fake, {} if ones is None else {ones: region.counts})
     except UNTRACEABLE as error:
         raise Left(
-            Reason.UNKNOWN_OPERATOR, f"the experts do not run with scores beside the rows: {error}"
+            Reason.UNKNOWN_OPERATOR,
+            f"the experts fail when they are traced with scores that travel with the rows: {error}",
         ) from error

@@ -155,7 +155,9 @@ def _not_asked(
         return _left(launch, Reason.COALESCED)
     if group_name(launch) in state.gathered_groups:
         return _other(
-            launch, "its process group also gathers tokens, so it may reduce a gradient of tokens"
+            launch,
+            "its process group also gathers tokens, so it may sum a gradient of tokens "
+            "instead of one of a parameter",
         )
     return None
 
@@ -164,9 +166,9 @@ def _not_a_sum(launch: fx.Node) -> Verdict | None:
     given = _arguments(launch)
     whole = tensor_of(given["input"])
     if whole is None or whole.dtype is not torch.float32:
-        return _other(launch, "it does not reduce float32")
+        return _other(launch, "it must reduce float32, and reduces a different type")
     if given["reduce_op"] not in SUMMED:
-        return _other(launch, "it neither sums nor averages")
+        return _other(launch, "it must sum or average, and does neither")
     if given["group_size"] == 1:
         return _left(launch, Reason.NO_FEWER_BYTES, "a group of one rank sends nothing")
     if not all(isinstance(size, int) for size in whole.shape):
@@ -176,7 +178,10 @@ def _not_a_sum(launch: fx.Node) -> Verdict | None:
     if len(launch.users) != 1 or not is_wait(next(iter(launch.users))):
         return _left(launch, Reason.READERS)
     if not _is_returned(waits_on(launch)):
-        return _other(launch, "the graph computes with its result")
+        return _other(
+            launch,
+            "its result must go straight to an output of the graph, but the graph computes with it",
+        )
     return None
 
 

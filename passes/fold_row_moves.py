@@ -48,8 +48,8 @@ from moe_compile.ops.quantized_rows import (
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
 
-NO_GATHER: Final = "its rows do not come from a gather that has no other reader"
-NO_PERMUTATION: Final = "its rows are read by another operator than one gather of all of them"
+NO_GATHER: Final = "its rows must come from a gather that nothing else reads"
+NO_PERMUTATION: Final = "its rows must be read by one gather of all of them, and by nothing else"
 
 
 @dataclass(frozen=True)

@@ -220,16 +220,19 @@ def _followed(
 ) -> list[FunctionExchange] | str:
     """Return the exchanges that the results are, or the obstacle."""
     if any(values.obstacle is not None for values in (forward, backward)):
-        return f"{_first_obstacle(forward, backward)} is inside it"
+        return f"it must only exchange, but {_first_obstacle(forward, backward)} is inside it"
     if function.kwargs.get("non_differentiable_idx") or function.kwargs.get("dirty_idx"):
         return "a result has no gradient, or is an input written in place"
     if any(user.target is not operator.getitem for user in function.users):
-        return "one operator reads all of its results together"
+        return "its results must be read one by one, but one operator reads all of them together"
     found = _results(forward, {user.args[1] for user in function.users})
     if found is None or len(forward.inputs) != len(inputs_of(function)):
-        return "not every result of its forward is the result of one collective on one input"
+        return (
+            "every result of its forward must be the result of one collective on one input, "
+            "and one is not"
+        )
     if not _is_derivative(found, forward, backward):
-        return "its backward is not the derivative of its collective"
+        return "its backward must be the derivative of its collective, and is not"
     return found
 
 

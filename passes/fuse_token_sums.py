@@ -118,7 +118,9 @@ class FuseTokenSums(Rewrite[Fused]):
             result, num_sent = state.results[one.region], num_rows(rows[one.region])
             form = fused_sums_of(result, num_sent, facts.legality)
             if isinstance(form, Verdict):
-                raise ContractViolation(f"{one} no longer match the graph: {form.why}")
+                raise ContractViolation(
+                    f"{one} were planned, but the graph no longer has these nodes: {form.why}"
+                )
             _carry_out(form)
             facts.forget()
 

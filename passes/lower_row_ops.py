@@ -63,13 +63,15 @@ class LowerRowOps(GraphPass):
 
 def _left(node: fx.Node, state: CompileState) -> Verdict | None:
     if state.config.codegen == "fx":
-        detail = "codegen = 'fx' runs operators one by one"
+        detail = (
+            "megamoe.codegen = 'fx' runs operators one by one, so there is no kernel to fuse into"
+        )
         return Verdict(candidate=node.name, reason=Reason.NOT_ASKED, detail=detail)
     value = tensor_of(node)
     assert value is not None
     if not has_kernel(value.device):
         return None
-    detail = "one kernel of megamoe runs it"
+    detail = "a kernel of megamoe runs it already"
     return Verdict(candidate=node.name, reason=Reason.ALREADY_DONE, detail=detail)
 
 

@@ -80,7 +80,9 @@ def _what_lacks(state: CompileState) -> str:
         return "Inductor's cpp_wrapper is on"
     if write_measured_waits():
         return ""
-    return "Inductor's node of a wait does not have the expected form"
+    return (
+        "Inductor's node of a wait has a form that megamoe does not know, in this version of torch"
+    )
 
 
 @functools.cache

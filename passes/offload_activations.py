@@ -190,7 +190,8 @@ def _what_forbids(pairs: Sequence[Pair], both: Partitioned, state: CompileState)
         return _left(
             "graph",
             Reason.ALREADY_DONE,
-            "the forward pass keeps no activation for the backward pass",
+            "the forward pass keeps no activation for the backward pass, so there is nothing to "
+            "copy",
         )
     if not state.config.schedule:
         return _left(
@@ -199,7 +200,10 @@ def _what_forbids(pairs: Sequence[Pair], both: Partitioned, state: CompileState)
     if not state.config.equal_tokens:
         return _left("graph", Reason.TOKENS_MAY_DIFFER)
     if state.hardware.host_link is None:
-        detail = f"the profile {state.hardware.name} has no table host_link"
+        detail = (
+            f"hardware profile {state.hardware.name} must have a table host_link, which "
+            "gives the rate of copies to the host, and has none"
+        )
         return _left("graph", Reason.NO_HOST_COPIES, detail)
     stands_for_device = not both.is_run and state.hardware.host != NO_HOST
     device = torch.device("cuda") if stands_for_device else pairs[0].value.device
@@ -220,7 +224,10 @@ def _refused(graph: fx.Graph, both: Partitioned, pairs: Sequence[Pair]) -> Itera
         others = classes.of(*(n for n in outputs if n is not pair.node))
         is_shared = pair.node in results or not others.isdisjoint(classes.of(pair.tensor))
         if not all(type(size) is int for size in pair.value.shape):
-            detail = f"the size of {operator_at(pair.tensor)} is known at run time only"
+            detail = (
+                f"the size of {operator_at(pair.tensor)} must be known at compile time, and "
+                "is known at run time only"
+            )
             yield _left(pair.node.name, Reason.SIZE, detail)
         elif detail := _why_memory_stays(pair, is_shared=is_shared):
             said = f"{detail}: {operator_at(pair.tensor)}"
@@ -229,11 +236,14 @@ def _refused(graph: fx.Graph, both: Partitioned, pairs: Sequence[Pair]) -> Itera
 
 def _why_memory_stays(pair: Pair, *, is_shared: bool) -> str:
     if is_shared or is_view(pair.tensor):
-        return "it shares memory with a result, or with another tensor that is kept"
+        return (
+            "it shares memory with a result or with another kept tensor, so copying it would "
+            "free nothing"
+        )
     if not pair.value.is_contiguous():
         return "it is not contiguous, and its copy would take a buffer on the device"
     if pair.value.numel() * pair.value.element_size() < LEAST_BYTES:
-        return "it has less than 1 MiB"
+        return "it has less than 1 MiB, so copying it would free too little"
     return ""
 
 
@@ -297,7 +307,10 @@ def _chosen(
     chosen: list[Kept] = []
     for one in sorted(kept, key=lambda one: -one.worth):  # stable: of equal ones the first made
         if one.nbytes + sum(other.nbytes for other in chosen) > limit:
-            detail = f"offload_budget is used up: {operator_at(one.pair.tensor)}"
+            detail = (
+                f"offload_budget is used up by other tensors: {operator_at(one.pair.tensor)} "
+                "stays on the device"
+            )
             verdicts.append(_left(one.pair.node.name, Reason.NOT_ASKED, detail))
         elif not _are_hidden([*chosen, one], end_us):
             detail = (

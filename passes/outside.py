@@ -31,7 +31,11 @@ def load_rewrites(
     """
     for entry in entries:
         if entry.name in taken:
-            raise unusable(entry, "has the same name as a pass of megamoe", "another name")
+            raise unusable(
+                entry,
+                "must have a name that no pass of megamoe has, but has the name of one",
+                "another name",
+            )
     found = tuple(_made(entry, Rewrite) for entry in entries)
     for entry, rewrite in zip(entries, found, strict=True):
         if rewrite.is_decided:
@@ -44,7 +48,11 @@ def load_transports(entries: Sequence[EntryPoint]) -> dict[str, Transport]:
     ours = Functional()
     for entry in entries:
         if entry.name == ours.name:
-            raise unusable(entry, "has the same name as torch's own transport", "another name")
+            raise unusable(
+                entry,
+                "must have a name that differs from that of torch's own transport",
+                "another name",
+            )
     return {ours.name: ours, **{entry.name: _made(entry, Transport) for entry in entries}}
 
 
@@ -69,7 +77,7 @@ def _made(entry: EntryPoint, kind: type) -> Any:
         except TypeError as error:
             raise unusable(entry, f"cannot be made ({error})", write) from None
     if not isinstance(named, kind):
-        raise unusable(entry, f"is {named!r}, which is no {kind.__name__.lower()}", write)
+        raise unusable(entry, f"gives {named!r}, which is not a {kind.__name__}", write)
     made: Any = named
     for attribute, wrong, to_write in _mistakes(entry.name, made):
         if wrong:

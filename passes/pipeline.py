@@ -186,12 +186,15 @@ def check_names(names: Iterable[str]) -> None:
     for entry in names:
         name, _, region = entry.partition(OF_REGION)
         if name not in known:
-            raise InvalidConfig(f"megamoe.disable_passes: no pass {name!r}.{nearest(name, known)}")
+            raise InvalidConfig(
+                f"megamoe.disable_passes: there is no pass {name!r}.{nearest(name, known)}"
+            )
         if name != entry and not (region and name in names_by_region()):
             raise InvalidConfig(
-                f"megamoe.disable_passes has {entry!r}, but these passes alone can be left out of "
-                f"one region: {', '.join(names_by_region())}. Write {name!r}, or one of them with "
-                f"the name of a region, as {pass_in_region(names_by_region()[0], 'region 0')!r}"
+                f"megamoe.disable_passes has {entry!r}, but only these passes can be left out of "
+                f"a single region: {', '.join(names_by_region())}. Write {name!r} to leave the "
+                "pass out of all regions, or name one of these passes with a region, as "
+                f"{pass_in_region(names_by_region()[0], 'region 0')!r}"
             )
 
 
@@ -200,11 +203,13 @@ def check_order(level: Level) -> None:
     known, names = level.given, set[str]()
     for p in level.passes:
         if late := p.after - names:
-            raise ContractViolation(f"{p.name} must come after {', '.join(sorted(late))}")
+            raise ContractViolation(
+                f"pass {p.name} must come after {', '.join(sorted(late))}, and comes before"
+            )
         names.add(p.name)
         if missing := p.requires - known:
             raise ContractViolation(
-                f"{p.name} needs {_names(missing)}, which no pass before it provides"
+                f"pass {p.name} needs {_names(missing)}, which no earlier pass provides"
             )
         known = (known - p.invalidates) | p.provides
 

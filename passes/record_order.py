@@ -67,7 +67,10 @@ def _emit(graph: fx.Graph, record: str) -> None:
     example = next((t for n in graph.nodes if (t := tensor_of(n)) is not None), None)
     mode = getattr(example, "fake_mode", None)
     if mode is None:
-        raise ContractViolation("record_order: the graph holds no fake tensor")
+        raise ContractViolation(
+            "record_order needs the fake tensors that torch's tracer attaches to a graph, and "
+            "this graph has none"
+        )
     settings = {"dtype": torch.uint8, "device": torch.device("cpu")}
     with graph.inserting_before(first):
         token = graph.call_function(torch.ops.aten.empty.memory_format, ([1],), settings)

@@ -75,7 +75,8 @@ class Rewrite(GraphPass, Generic[Proposal]):
     def region_of(self, proposal: Proposal) -> str:
         """Return the name of the region that a proposal changes; asked where it is `by_region`."""
         raise ContractViolation(
-            f"{self.name} is by_region, and does not say the region of {proposal}"
+            f"rewrite {self.name} sets by_region, so each of its proposals must name its region; "
+            f"{proposal} names none"
         )
 
     @abstractmethod
@@ -150,7 +151,10 @@ def _said(proposal: Hashable) -> str:
     """Return the text of a proposal that ranks compare."""
     hash(proposal)
     if " at 0x" in (text := repr(proposal)):
-        raise ContractViolation(f"{text} contains an address in memory, which differs by rank")
+        raise ContractViolation(
+            "a proposal's text must be the same on every rank, but this one contains an "
+            f"address in memory: {text}"
+        )
     return text
 
 

@@ -50,7 +50,9 @@ from passes.contract import Fact, GraphPass
 
 RECOMPUTED: Final = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 NOT_READ_BACKWARD: Final = "nothing in the backward pass is computed from it"
-NOT_CHECKPOINTED: Final = "it is in no checkpointed function, and saved anyway"
+NOT_CHECKPOINTED: Final = (
+    "it is not in a checkpointed function, so the forward pass keeps it anyway"
+)
 
 
 @dataclass(frozen=True)

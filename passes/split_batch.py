@@ -111,13 +111,19 @@ def _carry_out(graph: fx.Graph, split: BatchSplit, num_parts: int) -> None:
 def _store_values(new: Sequence[fx.Node], split: BatchSplit, parts: Parts) -> None:
     fake = fake_mode_of([value_of(node) for node in split.cut])
     if fake is None:
-        raise ContractViolation("the tensors of the batch were not made by the tracer")
+        raise ContractViolation(
+            "megamoe needs the fake tensors that torch's tracer attaches to a graph, and this "
+            "graph has none"
+        )
     copies = {copy: node for env in parts.envs for node, copy in env.items()}
     copies |= {new: node for made in (parts.joined, parts.kept) for node, new in made.items()}
     try:
         store_values(new, fake, copies)
     except UNTRACEABLE as error:
-        raise Left(Reason.BATCH_LOST, f"one part of the batch does not run: {error}") from error
+        raise Left(
+            Reason.BATCH_LOST,
+            f"the graph fails when it is traced with one part of the batch: {error}",
+        ) from error
 
 
 def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None:
@@ -133,8 +139,8 @@ def _check_sizes(split: BatchSplit, parts: Parts, shares: Sequence[int]) -> None
             if sizes != [expression_of(numbers.size(n)) for n in split.sizes(dims, share)]:
                 raise Left(
                     Reason.BATCH_LOST,
-                    f"in a part of the batch {operator_at(node)} has sizes that do not follow "
-                    f"from the part's share: {sizes}",
+                    f"run on one part of the batch, {operator_at(node)} must return that part's "
+                    f"share of the whole result, and its sizes differ: {sizes}",
                 )
 
 
@@ -145,7 +151,8 @@ def _check_told(split: BatchSplit) -> None:
         if reader := next((user for user in node.users if user not in dead), None):
             raise Left(
                 Reason.BATCH_LOST,
-                f"{operator_at(reader)} reads {operator_at(node)}, a size of the whole batch",
+                f"{operator_at(reader)} reads {operator_at(node)}, a size of the whole batch, "
+                "which a part does not have",
             )
 
 
@@ -162,13 +169,22 @@ def _check(graph: fx.Graph, split: BatchSplit, parts: Parts, shares: Sequence[in
             found = None if region is None else read_token_rows(region)
             if not isinstance(found, TokenRows):
                 raise ContractViolation(
-                    f"{one.region.name} is not a region in a part of the batch: {found}"
+                    f"cannot split the batch: {one.region.name} is found in the whole batch, but "
+                    f"in one part no region is found for it: {found}"
                 )
-            if found.part != split.tokens_of(one.share, share):
-                raise ContractViolation(f"{one.region.name} has rows of {found.part} in a part")
+            tokens = split.tokens_of(one.share, share)
+            if found.part != tokens:
+                raise ContractViolation(
+                    f"cannot split the batch: in one part, the rows of {one.region.name} belong "
+                    f"to {found.part or 'all tokens'}, but must belong to {tokens or 'all tokens'}"
+                )
             for whole, part in _pairs(one.found, found):
-                if part is not (None if whole is None else env.get(whole, whole)):
-                    raise ContractViolation(f"{one.region.name} has {part} for {whole} in a part")
+                wanted = None if whole is None else env.get(whole, whole)
+                if part is not wanted:
+                    raise ContractViolation(
+                        f"cannot split the batch: in one part, {one.region.name} has node {part}, "
+                        f"but must have {wanted}, the copy of {whole}"
+                    )
 
 
 def _pairs(whole: TokenRows, part: TokenRows) -> Iterator[tuple[fx.Node | None, fx.Node | None]]:

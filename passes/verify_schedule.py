@@ -63,7 +63,9 @@ def _check_waits(launch: fx.Node) -> None:
         readers = _through_views(result)
         is_awaited = any(ends_transfer(reader) or reader.op == "output" for reader in readers)
         if readers and not is_awaited:
-            raise _violation(launch, f"never waited for, and read by {readers}")
+            raise _violation(
+                launch, f"its result is read by {readers}, but nothing waits for it before"
+            )
 
 
 def _through_views(result: fx.Node) -> list[fx.Node]:
@@ -80,7 +82,9 @@ def _check_order(launches: list[fx.Node]) -> None:
     planned = [n for n in launches if LAUNCH_RANK in n.meta]
     for earlier, later in itertools.pairwise(planned):
         if earlier.meta[LAUNCH_RANK] >= later.meta[LAUNCH_RANK]:
-            raise _violation(later, f"launched after {earlier.name}, planned before it")
+            raise _violation(
+                later, f"it is launched after {earlier.name}, but the plan has it before"
+            )
 
 
 @dataclass(slots=True)

@@ -214,24 +214,39 @@ class Padded(SplitAttention):
 
 NO_REGION = Reason.NOT_BETWEEN_EXCHANGES
 NOTHING_BACK = (
-    "it is not followed by an even exchange of its result alone, with only data movement in between"
+    "its result must be sent by an even all-to-all, alone, with only data movement in between"
 )
 
 # style -> its reason, and what its detail begins with
 REFUSED = {
-    layers.BatchExchange: (NO_REGION, "the exchange before it does not send heads to other ranks"),
+    layers.BatchExchange: (
+        NO_REGION,
+        "the exchange before it must send heads to other ranks, and does not",
+    ),
     layers.HeadMixing: (NO_REGION, NOTHING_BACK),
     layers.LateNorm: (NO_REGION, COMPUTES),
     layers.HeadMask: (Reason.VARIES_BY_HEAD, ""),
     layers.Dropout: (Reason.RANDOM, ""),
     layers.ReadOutside: (NO_REGION, NOTHING_BACK),
-    layers.LocalAttention: (NO_REGION, "no exchange is around it"),
+    layers.LocalAttention: (NO_REGION, "it stands between no exchanges"),
     layers.TensorParallel: (NO_REGION, TENSOR_PARALLEL),
-    TwiceExchanged: (NO_REGION, "an operand is exchanged more than once"),
-    TwoGroups: (NO_REGION, "its exchanges are over different groups"),
-    UnevenBack: (NO_REGION, "an exchange around it is not even"),
-    Interleaved: (NO_REGION, "the exchange before it does not gather the sequence"),
-    BackByBatch: (NO_REGION, "the exchange back does not split the sequence that was gathered"),
+    TwiceExchanged: (
+        NO_REGION,
+        "q, k and v must be exchanged once each, and one is exchanged more than once",
+    ),
+    TwoGroups: (
+        NO_REGION,
+        "all its exchanges must be over one process group, and they are over several",
+    ),
+    UnevenBack: (
+        NO_REGION,
+        "the exchanges around it must send equally much to every rank, and one does not",
+    ),
+    Interleaved: (NO_REGION, "the exchange before it must gather the whole sequence, and does not"),
+    BackByBatch: (
+        NO_REGION,
+        "the exchange after it must split the sequence that was gathered before it, and does not",
+    ),
     Flattened: (Reason.HEADS_LOST, ""),
     ReadInside: (Reason.ESCAPES, ""),
     WrittenMask: (Reason.MUTATED_MEANWHILE, ""),

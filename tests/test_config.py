@@ -79,7 +79,10 @@ def test_a_budget_of_the_environment_is_a_share_or_bytes(text, budget):
         ({"disable_passes": "rewrite_regions"}, "write a list of pass names"),
         ({"disable_passes": ["sort_nodes", 1]}, "write a list of pass names"),
         ({"expert_gradients": "e5m2"}, 'write expert_compute = "fp8_blockwise_e5m2"'),
-        ({"recompute_modules": ["layernorm", "moe_acts"]}, "has 'moe_acts'; write a list of"),
+        (
+            {"recompute_modules": ["layernorm", "moe_acts"]},
+            "has 'moe_acts', which it does not know; write a list of",
+        ),
         ({"recompute_modules": ["moe_acts"]}, "Did you mean 'moe_act'?"),
         ({"recompute_modules": "layernorm"}, "write a list of layernorm, moe_act"),
         ({"recompute_modules": [1]}, "write a list of layernorm, moe_act"),
@@ -125,7 +128,7 @@ def test_the_report_path_is_no_part_of_the_cache_identity():
 def test_slices_of_hop_1_are_beside_chunks_of_experts():
     assert MegaMoEConfig(hop_slices=3, chunks=2).hop_slices == 3
     assert MegaMoEConfig(hop_slices=1, chunk_by="tokens").hop_slices == 1
-    with pytest.raises(InvalidConfig, match="leave out chunk_by"):
+    with pytest.raises(InvalidConfig, match="leave out chunk_by, so that"):
         MegaMoEConfig(hop_slices=2, chunk_by="tokens")
     with pytest.raises(InvalidConfig, match=r"megamoe.hop_slices is 0; write"):
         MegaMoEConfig(hop_slices=0)
@@ -141,7 +144,7 @@ def test_scores_travel_beside_rows_and_not_beside_tokens(name, value):
 @pytest.mark.parametrize(
     ("compute", "products", "message"),
     [
-        ("fp8_blockwise", ("gate", "donw"), "has 'donw'; .*Did you mean 'down'"),
+        ("fp8_blockwise", ("gate", "donw"), "has 'donw', .*Did you mean 'down'"),
         ("fp8_blockwise", "gate", "write a list of gate, up, down, grad_input, grad_weight"),
         ("fp8_blockwise", (), 'name a product, or write expert_compute = "same"'),
         (

@@ -98,12 +98,15 @@ def test_an_operator_with_a_kernel_is_not_written_out(monkeypatch):
     node = graph.call_function(next(iter(REFERENCES)))
     node.meta["val"] = torch.empty(1)
     (verdict,) = LowerRowOps().run(graph, state()).skipped
-    assert verdict.why == "nothing is left to do (one kernel of megamoe runs it)"
+    assert verdict.why == f"{Reason.ALREADY_DONE.value} (a kernel of megamoe runs it already)"
     (verdict,) = LowerRowOps().run(graph, state(codegen="fx")).skipped
-    said = "the options leave it off (codegen = 'fx' runs operators one by one)"
+    said = (
+        f"{Reason.NOT_ASKED.value} (megamoe.codegen = 'fx' runs operators one by one, "
+        "so there is no kernel to fuse into)"
+    )
     assert verdict.why == said
 
 
 def test_a_graph_without_collectives_has_no_order_to_record():
     (verdict,) = RecordOrder().run(fx.Graph(), state()).skipped
-    assert verdict.why == "nothing is left to do (the graph launches no collective)"
+    assert verdict.why == f"{Reason.ALREADY_DONE.value} (the graph launches no collective)"

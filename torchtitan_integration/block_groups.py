@@ -92,8 +92,7 @@ class _Handover:
         del args, kwargs
         if self._made is None or self._made() is not hidden:
             raise ContractViolation(
-                "a block was not called with the result of the block before it: with "
-                "megamoe.blocks_per_graph a group of blocks runs as a whole; write "
-                "blocks_per_graph = 1"
+                "with megamoe.blocks_per_graph > 1 each block must be called with the result of "
+                "the block before it, and one was not; write blocks_per_graph = 1"
             )
         return hidden

@@ -281,7 +281,8 @@ def _check_dataset(job: JobFile, section: str, default: str) -> None:
     if dataset == TEXT or len(known) == 1:
         return
     if dataset.lower() not in known:
-        raise InvalidConfig(f"{section}.dataset = {dataset!r}: known are {listed(dataset, known)}")
+        sets = listed(dataset, known)
+        raise InvalidConfig(f"{section}.dataset = {dataset!r} is unknown; write one of {sets}")
     is_local = dataset.lower() == "c4_test" and not job.read(f"{section}.dataset_path")
     if is_local and not Path("tests/assets/c4_test").exists():
         raise InvalidConfig(

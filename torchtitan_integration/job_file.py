@@ -262,4 +262,6 @@ def _check(text: str, changed: str, table: str, options: Mapping[str, Any]) -> N
         is_so = False
     if not is_so:
         said = ", ".join(f"{name} = {toml(value)}" for name, value in options.items())
-        raise InvalidConfig(f"the table [{table}] cannot be edited here; write into it: {said}")
+        raise InvalidConfig(
+            f"megamoe cannot edit the table [{table}] of this file; write into it yourself: {said}"
+        )

@@ -355,14 +355,14 @@ RULES: Final = (
     ),
     Rule(
         holds=lambda x: x.validates and x.pp > 1 and x.validation_seq_len != x.seq_len,
-        what="PP with another sequence length in validation",
+        what="PP with a sequence length in validation that differs from that in training",
         field="validation_seq_len",
         instead=lambda x: x.seq_len,
         why="a pipeline stage receives tensors of one shape only",
     ),
     Rule(
         holds=lambda x: x.validates and x.pp > 1 and x.validation_batch != x.batch,
-        what="PP with another batch in validation",
+        what="PP with a batch in validation that differs from that in training",
         field="validation_batch",
         instead=lambda x: x.batch,
         why="a pipeline stage receives tensors of one shape only, in as many microbatches",

@@ -73,10 +73,10 @@ class EveryLabel:
         for inputs, labels in self._loader:
             if bool((labels == IGNORE_INDEX).any()):
                 raise InvalidConfig(
-                    f"a batch has labels of {IGNORE_INDEX}, which the loss ignores: with "
-                    "parallelism.pipeline_parallel_degree > 1 the loss is a mean over all tokens "
-                    "of a step; write parallelism.pipeline_parallel_degree = 1, or use text whose "
-                    "tokens all have labels"
+                    f"a batch has labels of {IGNORE_INDEX}, which the loss should ignore, but "
+                    "with parallelism.pipeline_parallel_degree > 1 the loss is a mean over all "
+                    "tokens of a step; write parallelism.pipeline_parallel_degree = 1, or use "
+                    "text whose tokens all have labels"
                 )
             yield inputs, labels
 

@@ -57,7 +57,10 @@ TENSOR_PARALLEL: Final = (
     "tensor parallelism shards its heads: tokens are all-gathered before it, and its results are "
     "reduced after it"
 )
-COMPUTES: Final = "an operator between the exchange and attention does more than move data"
+COMPUTES: Final = (
+    "only operators that move data may run between the exchange and attention, and another "
+    "operator runs there"
+)
 
 
 def find_attention(facts: GraphFacts) -> tuple[list[AttentionRegion], dict[fx.Node, Left]]:
@@ -83,7 +86,7 @@ def _region(core: fx.Node, facts: GraphFacts) -> AttentionRegion:
     outward = _outward(core)
     _check_shape(core, operands, entering, outward)
     if any(len(sizes_of(operand)) != 4 for operand in operands):
-        raise Lost("an operand does not have four dimensions")
+        raise Lost("q, k and v must have four dimensions each, and one has not")
     exchanges = dependence.in_order({n for found in entering for n in found})
     local = [o for o, found in zip(operands, entering, strict=True) if not found]
     moved = {n for nodes, found in zip(above, entering, strict=True) if found for n in nodes}
@@ -183,19 +186,25 @@ def _check_shape(
         raise _no_exchange(core, operands)
     launches = [n for found in entering for n in found] + [n for n in outward if is_launch(n)]
     if any(len(found) > 1 for found in entering):
-        raise no_region("an operand is exchanged more than once")
+        raise no_region(
+            "q, k and v must be exchanged once each, and one is exchanged more than once"
+        )
     for operand, found in zip(operands, entering, strict=True):
         if not found and any(not is_all_gather(n) for n in nearest_launches(operand, up=True)):
             raise no_region(f"{COMPUTES}: {operator_at(operand)}")
     if not outward:
         raise no_region(
-            "it is not followed by an even exchange of its result alone, with only data movement "
-            "in between"
+            "its result must be sent by an even all-to-all, alone, with only data movement in "
+            "between"
         )
     if not all(is_even_exchange(n) for n in launches):
-        raise no_region("an exchange around it is not even")
+        raise no_region(
+            "the exchanges around it must send equally much to every rank, and one does not"
+        )
     if len({group_name(n) for n in launches}) > 1:
-        raise no_region("its exchanges are over different groups")
+        raise no_region(
+            "all its exchanges must be over one process group, and they are over several"
+        )
 
 
 def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Left:
@@ -205,7 +214,7 @@ def _no_exchange(core: fx.Node, operands: list[fx.Node]) -> Left:
     below = nearest_launches(core, up=False)
     if any(is_even_exchange(n) for n in above) and any(is_even_exchange(n) for n in below):
         return no_region(f"{COMPUTES}: {operator_at(operands[0])}")
-    return no_region("no exchange is around it")
+    return no_region("it stands between no exchanges")
 
 
 def _check_arithmetic(core: fx.Node) -> None:

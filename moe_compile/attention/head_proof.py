@@ -81,26 +81,29 @@ def find_heads(
     heads = tracker.dims(query)[-3]
     first = sources[0]
     if first is None or not _sends_heads(tracker, first, heads):
-        raise no_region("the exchange before it does not send heads to other ranks")
+        raise no_region("the exchange before it must send heads to other ranks, and does not")
     for operand, source in zip(operands, sources, strict=True):
         if source and tracker.dims(operand)[-2][:1] != flat([tracker.source[source]])[:1]:
-            said = "the exchange before it does not gather the sequence"
+            said = "the exchange before it must gather the whole sequence, and does not"
             raise no_region(f"{said}: {operator_at(operand)}")
     tracker.result_of_attention(core, query, value)
     track(tracker, outward, ())
     back = next(n for n in outward if is_launch(n))
     if flat(tracker.sent[back]) != flat([tracker.source[first]]):
-        raise no_region("the exchange back does not split the sequence that was gathered")
+        raise no_region(
+            "the exchange after it must split the sequence that was gathered before it, and "
+            "does not"
+        )
     kv_heads = tracker.dims(key)[-3]
     head = kv_heads[0] if kv_heads else None
     if head is not None and not any(head in dim for dim in tracker.dims(outward[-1])):
-        raise Lost("the heads cannot be found in the dimensions of the result")
+        raise Lost("no dimension of the result can be proven to be the dimension of heads")
     sent = [source.all_input_nodes[0] for source in sources if source]
     if head is None or all(has_factor(tracker, n, head) for n in sent):
         return head
     if any(_repeats_into(tracker, node, head) for node in movements_above(key)):
         return None
-    raise Lost("the heads are not in the dimensions of the tensor that is sent")
+    raise Lost("no dimension of the tensor that the all-to-all sends is a dimension of heads")
 
 
 def has_factor(tracker: Tracker, node: fx.Node, factor: Factor) -> bool:
@@ -148,7 +151,7 @@ def check_heads_stay(tracker: Tracker, moves: Iterable[fx.Node], head: Factor) -
             made, given = _share(tracker.dims(node), head), values_moved(node)
         times = argument(node, "repeats") if operator_name(node) == "repeat_interleave" else 1
         if made != times * sum(_share(tracker.dims(source), head) for source in given):
-            raise Lost(f"{operator_at(node)} changes the number of heads")
+            raise Lost(f"{operator_at(node)} changes the number of heads, which must stay the same")
 
 
 def _share(dims: Dims, head: Factor) -> int:
@@ -217,7 +220,10 @@ def heads_read(
     found, position = [], facts.dependence.position
     for source, by in read_from_outside(body).items():
         if position[source] > position[core]:
-            raise Lost(f"{operator_at(source)} is computed after the attention")
+            raise Lost(
+                f"{operator_at(source)} is read by the attention's region, but computed "
+                "after the attention"
+            )
         with_heads = _with_heads(tracker, source, head)
         terms = [reader for reader in by if has_gradient(source) and has_gradient(reader)]
         beside = not may_round and not all(map(is_launch, terms))
@@ -252,7 +258,9 @@ def _with_heads(tracker: Tracker, source: fx.Node, head: Factor) -> list[Factor]
     dims = tracker.dims(source) if source in tracker else []
     found = [factor for dim in dims for factor in dim if holds([factor], head)]
     if len(found) > 1:
-        raise Lost(f"{operator_at(source)} has heads in several dimensions")
+        raise Lost(
+            f"{operator_at(source)} has heads in several dimensions, but must have them in one"
+        )
     return found
 
 

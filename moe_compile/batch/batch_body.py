@@ -50,7 +50,10 @@ def is_spread(node: fx.Node, tracker: Tracker, batch: Factor) -> bool:
     if not has_gradient(node) or name not in EXPANDS | REPEATS | OTHERS:
         return False
     if name in OTHERS or not _is_outermost(node, tracker, batch):
-        raise Lost(f"{name} repeats a parameter once for each index of the batch")
+        raise Lost(
+            f"{name} repeats a parameter once for each sequence of the batch, which megamoe "
+            "follows only if expand or repeat adds the batch as the outermost dimension"
+        )
     return True
 
 
@@ -207,8 +210,8 @@ def _outer_of_rows(
             outer = flat(dim)[:1]
             if any(factor.size % batch.size for factor in outer):
                 raise Lost(
-                    f"the rows of {one.region.name} cannot be divided as the batch is: the size of "
-                    "the outermost index in their order is not a multiple of the batch size"
+                    f"the rows of {one.region.name} cannot be divided like the batch: the size "
+                    "of their outermost dimension must be a multiple of the batch size"
                 )
             yield from outer
 

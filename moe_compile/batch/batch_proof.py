@@ -278,7 +278,9 @@ class _Proof:
         if not places:
             return False
         if len(places) > 1 or flat(places[0]).count(self.batch) != 1:
-            raise Lost(f"{operator_at(node)} has the batch in several dimensions")
+            raise Lost(
+                f"{operator_at(node)} has the batch in several dimensions, but must have it in one"
+            )
         return True
 
     def _check_routed(self, found: Dependents) -> None:
@@ -333,7 +335,10 @@ class _Proof:
         if draws_random(node):
             return Left(Reason.BATCH_RANDOM, operator_at(node))
         if maker_of(node) is not None:
-            return Lost(f"{operator_at(node)} reads only the type of a tensor that has the batch")
+            return Lost(
+                f"{operator_at(node)} reads the type of a tensor with the batch dimension, "
+                "but not its values"
+            )
         chosen = [split.found.chosen for split, _ in self.regions]
         routing = self.dependence.below([n for n in chosen if n is not None]) - {node}
         before = self.dependence.above([node]) & found.mixed - routing
@@ -407,13 +412,17 @@ def settle_size(size: Any, num_parts: int) -> bool:
     if any(isinstance(mark, StrictMinMaxConstraint) for mark in marks):
         raise Left(
             Reason.BATCH_TOO_SMALL,
-            f"the size is bounded below {least}, the least for {num_parts} parts",
+            f"the batch size may be less than {least}, but {num_parts} parts need at least {least}",
         )
     if size >= least:
         return True
     if marks:
         raise Left(
-            Reason.BATCH_TOO_SMALL, f"the size is marked as dynamic, and its value is below {least}"
+            Reason.BATCH_TOO_SMALL,
+            (
+                f"the batch size is marked as dynamic, and {num_parts} parts need at least "
+                f"{least} in the call that is compiled"
+            ),
         )
     int(size)  # a guard: the tracer puts the number in the place of the symbol
     return False

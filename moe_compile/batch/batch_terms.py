@@ -67,7 +67,8 @@ def loss_arguments(node: fx.Node) -> dict[str, Any] | None:
     given.apply_defaults()
     if any(given.arguments.get(name) is not None for name in TOLD_OTHERWISE):
         raise Lost(
-            f"{operator_at(node)} sets its reduction by the old arguments size_average or reduce"
+            f"{operator_at(node)} sets its reduction by the old arguments size_average or "
+            "reduce; write reduction= instead"
         )
     return dict(given.arguments)
 

@@ -130,7 +130,10 @@ def flex_attention(tracker: Tracker, node: fx.Node) -> Dims:
     """Follow FlexAttention, given as the operator takes it."""
     *operands, score_code, mask, _, _, of_scores, of_mask = node.args
     if not isinstance(mask, tuple) or not all(isinstance(o, fx.Node) for o in operands):
-        raise Lost(f"{operator_at(node)} takes its operands in a form that megamoe does not know")
+        raise Lost(
+            f"{operator_at(node)} must be called with tensors as operands and a tuple as "
+            "block mask, and is not"
+        )
     *blocks, mask_code = mask
     tensors = [one for one in blocks if isinstance(one, fx.Node)]
     flow = Flow(node, tracker.numbers, tracker)
@@ -153,7 +156,10 @@ def flex_attention(tracker: Tracker, node: fx.Node) -> Dims:
 def _body(code: Any) -> fx.Graph:
     body = body_named(code) if isinstance(code, fx.Node) else None
     if body is None:
-        raise Lost("the graph does not have the code of attention (a score or mask function)")
+        raise Lost(
+            "the graph must contain the score and mask functions of FlexAttention, and one "
+            "is missing"
+        )
     return body.graph
 
 
@@ -168,7 +174,10 @@ def _follow_code(
     query: Any = node.args[0]
     is_known = all(isinstance(one, fx.Node) for one in (query, *buffers))
     if len(given) != 4 + len(buffers) or not is_known:
-        raise Lost(f"{operator_at(node)} runs a function whose inputs megamoe does not know")
+        raise Lost(
+            f"{operator_at(node)} runs a function, and megamoe cannot tell which tensors are "
+            "its inputs"
+        )
     sequence, head, *_ = given
     tensors = dict(zip(given[4:], buffers, strict=True))
     of_sequences, of_heads, *_ = tracker.dims(query)
@@ -207,7 +216,10 @@ def follow(tracker: Tracker, node: fx.Node) -> None:
     elif is_taken(node):
         _by(taken, tracker, node, sources)
     elif is_higher_order(node):
-        raise Lost(f"{operator_at(node)} calls a function, and the batch is not traced through it")
+        raise Lost(
+            f"{operator_at(node)} calls a function, through which megamoe does not follow "
+            "the batch dimension"
+        )
     elif (loss := loss_arguments(node)) is not None and loss["reduction"] != "none":
         _follow_loss(tracker, node, loss)
     else:
@@ -219,7 +231,9 @@ Rule = Callable[[Tracker, fx.Node], Dims]
 
 def _by(rule: Rule, tracker: Tracker, node: fx.Node, sources: Sequence[fx.Node]) -> None:
     if any(tensor_of(one) is None for one in sources):
-        raise Lost(f"{operator_at(node)}: a size is not known at compile time")
+        raise Lost(
+            f"{operator_at(node)} must have sizes that are known at compile time, and one is not"
+        )
     tracker.begin(node, sources)
     tracker.put(node, rule(tracker, node))
 

@@ -118,7 +118,10 @@ def _ranks_of(tensor: DTensor) -> Dims:
         if type(placement) is Shard:
             dims[placement.dim % len(dims)].append(Factor(tensor.device_mesh.size(axis)))
         elif placement.is_shard() or not (placement.is_replicate() or placement.is_partial()):
-            raise Lost(f"a DTensor has the placement {placement}")
+            raise Lost(
+                f"a DTensor has the placement {placement}; megamoe follows only Shard, "
+                "Replicate and Partial"
+            )
     return dims
 
 
@@ -129,7 +132,10 @@ def _kept(tracker: Tracker, node: fx.Node) -> Dims:
 def _from_local(tracker: Tracker, node: fx.Node) -> Dims:
     whole, local = dtensor_of(node), node.args[0] if node.args else None
     if whole is None or not isinstance(local, fx.Node) or not node.kwargs.keys() <= MADE_OF:
-        raise Lost(f"{operator_at(node)} is given sizes as arguments")
+        raise Lost(
+            f"{operator_at(node)} is given sizes as arguments, and those of a part of the "
+            "batch are not known"
+        )
     pairs = zip(_ranks_of(whole), tracker.dims(local), strict=True)
     return [[*ranks, *own] for ranks, own in pairs]
 

@@ -69,7 +69,10 @@ def _places(
         elif one is None or one == slice(None):
             dims.append(dim)
         elif i not in several:
-            raise Lost(f"{operator_at(node)} indexes by a slice and by tensors together")
+            raise Lost(
+                f"{operator_at(node)} indexes by a slice and by tensors together, which "
+                "megamoe does not follow"
+            )
     return dims
 
 

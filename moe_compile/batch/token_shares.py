@@ -43,7 +43,7 @@ def find_share(region: MoERegion, found: TokenRows) -> TokenShare | None:
     num_tokens, of_mine = (_rows(node) for node in (found.tokens, chosen))
     if chosen is not None and not (num_tokens and of_mine):
         raise Lost(
-            f"{operator_at(found.tokens)} is divided over ranks, and its size is not known at "
+            f"{operator_at(found.tokens)} is divided over ranks, so its size must be known at "
             "compile time"
         )
     if type(first) is not int or not of_mine or num_tokens % of_mine or first % of_mine:
@@ -92,7 +92,8 @@ def _summing_ranks(region: MoERegion, found: TokenRows, size: int, number: int) 
         if len(ranks) != size or ranks.index(dist.get_rank()) != number or len(summing) > 1:
             raise Left(
                 Reason.BATCH_MIXED,
-                f"{operator_at(found.index)} is not this rank's share of {len(ranks)} equal shares",
+                f"{operator_at(found.index)} must be this rank's share of {len(ranks)} equal "
+                "shares, and is not",
             )
     if not summing:
         raise Left(
@@ -137,8 +138,8 @@ def check_share(
     assert found.chosen is not None
     if flat(tracker.dims(found.chosen)[0]) != flat([share.factor]):
         raise Lost(
-            f"the rows of {operator_at(found.chosen)} could not be matched to the tokens of "
-            f"{split.region.name}"
+            f"it could not be proven which rows of {operator_at(found.chosen)} belong to which "
+            f"tokens of {split.region.name}"
         )
     todo, seen = [found.tokens, found.chosen, *found.factors], set[fx.Node]()
     todo += [found.sums.weights] if found.sums.weights is not None else []
@@ -149,6 +150,10 @@ def check_share(
         seen.add(node)
         if node in given or is_launch(node) or takes_own_part(node):
             raise Left(
-                Reason.BATCH_MIXED, f"{operator_at(node)} may differ on ranks that share tokens"
+                Reason.BATCH_MIXED,
+                (
+                    f"{operator_at(node)} must have the same values on all ranks that share "
+                    "tokens, and may differ"
+                ),
             )
         todo += split.region.facts.dependence.needs(node)

@@ -289,8 +289,8 @@ def _travelling(
     """Return the candidate that rows have when sent and when back, apart from the rank."""
     if flat(tracker.sent[combine]) != flat([tracker.source[dispatch]]):
         raise Lost(
-            f"{operator_at(combine)} does not send back the data that {operator_at(dispatch)} "
-            "brought"
+            f"{operator_at(combine)} must send back the rows that {operator_at(dispatch)} "
+            "brought, and does not"
         )
     for experts in candidates:
         places = [_num_places(tracker, node, experts) for node in (rows, result)]
@@ -298,8 +298,8 @@ def _travelling(
         if flat([experts]) == [experts] and places == [1, 1] and not by_rank:
             return experts
     raise Lost(
-        "the dimension of the experts is not in both the tensor that is sent and the tensor that "
-        "comes back"
+        "the tensor that is sent and the tensor that comes back must both have a dimension of "
+        "experts, and one has none"
     )
 
 
@@ -307,7 +307,10 @@ def _num_places(tracker: Tracker, node: fx.Node, experts: Factor) -> int:
     """Return the number of dimensions of `node` with the index of experts; raises inside a join."""
     factors = [factor for dim in tracker.dims(node) for factor in dim]
     if any(f is not experts and holds([f], experts) for f in factors):
-        raise Lost(f"{operator_at(node)} joins entries of several experts with other entries")
+        raise Lost(
+            f"{operator_at(node)} joins entries of several experts with other entries, so "
+            "experts cannot run chunk by chunk"
+        )
     return factors.count(experts)
 
 
@@ -343,7 +346,10 @@ def _inputs_to_cut(
                 raise Left(Reason.SHARED_PARAMETER, operator_at(source))
             continue
         if _num_places(tracker, source, experts) > 1:
-            raise Lost(f"{operator_at(source)} has experts in several dimensions")
+            raise Lost(
+                f"{operator_at(source)} has experts in several dimensions, but must have "
+                "them in one"
+            )
         if (other := find_later_reader(by, source, facts.dependence)) is not None:
             raise Left(
                 Reason.GRADIENT_ORDER, f"{operator_at(source)} is also read by {operator_at(other)}"

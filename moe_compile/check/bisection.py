@@ -31,7 +31,9 @@ from moe_compile.check.tables import new_table
 CULPRIT: Final = "culprit"
 NOTHING: Final = "nothing differs: megamoe and the program as written give the same results"
 NO_END: Final = "the search did not end (status {status}): see the logs beside the results"
-GOOD: Final = "the command ends with status 0 when no pass is left out: there is nothing to find"
+GOOD: Final = (
+    "the command succeeds (status 0) with all passes of megamoe, so there is no failure to find"
+)
 NO_PASS: Final = (
     "the command also fails when all passes are left out. Either no pass is at fault, or the "
     "program sets megamoe.disable_passes in options=, which overrides the environment variable"

@@ -36,8 +36,8 @@ NOT_REPEATED: Final = (
 )
 OUT_OF_TIME: Final = "the time limit ended the search before a pass was found"
 OUT_OF_TIME_LATER: Final = "the time limit ended the search before a region was found"
-NOT_BY_REGION: Final = "pass {} does not work region by region"
-OUTSIDE: Final = "values are also wrong when {} is left out of every region"
+NOT_BY_REGION: Final = "pass {} changes whole graphs, not single regions"
+OUTSIDE: Final = "values stay wrong when {} is left out of every region"
 RIGHT_THERE: Final = "values are right there with {} alone"
 SLACK: Final = 1.5
 """Times the seconds of the wrong form that a trial must have."""

@@ -141,7 +141,7 @@ def judge_steps(device: str, record: Record, found: list[dict[str, list[float]]]
             }
         )
         if name == AS_ASKED.name and device == "cuda":
-            why = f"MISSED: a step takes {_said(against)} times as long as by {best}"
+            why = f"MISSED: a step by megamoe takes {_said(against)} times as long as by {best}"
             record.expect(against.high < 1.0, name, why)
     record.put(best=best, is_measurement=device == "cuda")
     say("faster: " + ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in medians.items()))

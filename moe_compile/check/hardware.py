@@ -53,7 +53,7 @@ def check_hardware(team: Team, config: MegaMoEConfig) -> None:
     if team.num_ranks > 1:
         check_links(team, MESSAGE_BYTES[team.device], REPEATS, node_ranks(team.num_ranks))
     elif team.record is not None:
-        team.record.skip("links", "one rank alone has no link")
+        team.record.skip("links", "the job has one rank, so there is no link to measure")
     if team.record is not None:
         record = team.record
         record.attempt(PROFILE, lambda: _write(record, start, team.device))

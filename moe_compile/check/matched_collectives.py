@@ -115,7 +115,7 @@ def match(
         found = [ran.get(id(launch)) for launch in launches]
         if None in found:
             window.faults.append(
-                f"{title}: {found.count(None)} launches have no collective in the trace"
+                f"{title}: {found.count(None)} launches were not found in the trace"
             )
         _add_run(window, title, plan, places, list(zip(launches, found, strict=True)), trace)
     window.faults = list(dict.fromkeys(window.faults))

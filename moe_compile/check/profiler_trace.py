@@ -181,7 +181,7 @@ def read_trace(path: Path) -> ProfilerTrace:
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     data = json.loads(text)
     if not isinstance(data, dict) or "traceEvents" not in data:
-        raise ValueError(f"{path} is no trace of torch's profiler")
+        raise ValueError(f"{path} must be a trace of torch's profiler, and is not")
     return trace_of(data)
 
 

@@ -97,7 +97,7 @@ class Ranks:
 
     def run(self, section: str, seconds: float) -> dict[str, Any]:
         """Run a section for so long; return what became of it. For the first driver."""
-        say(f"{section}: {seconds:.0f} s at most")
+        say(f"section {section} may take up to {seconds:.0f} s")
         began, attempt, num_begun = time.monotonic(), 0, 0
         while True:
             left_s = seconds - (time.monotonic() - began)
@@ -109,9 +109,12 @@ class Ranks:
             if code == 0 or is_over or seconds - (time.monotonic() - began) < LEAST_S:
                 break
             attempt += 1
-            say(f"{section}: its ranks ended before the section did; new ranks continue it")
+            say(
+                f"section {section}: its ranks ended before it was done; new ranks skip the "
+                "item that failed and do the rest"
+            )
         if code and not found.get("is_complete") and not found.get("begun"):
-            found = {**found, "failures": [{"what": f"{section}: its ranks did not start"}]}
+            found = {**found, "failures": [{"what": f"section {section}: its ranks did not start"}]}
         return ended(code, found, time.monotonic() - began)
 
     def end(self) -> None:

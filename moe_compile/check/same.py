@@ -218,7 +218,7 @@ class Judge:
         if differs:
             said = told(*differs[0], len(differs))
             if form is not AGAIN and not record.data.get("repeats", True):
-                said += "; the program as written does not repeat its own bits either"
+                said += "; two runs of the program as written differ too"
             row["first_difference"] = {"rank": differs[0][0], **asdict(differs[0][1])}
         if not keeps_bits(form) or (row["excuses"] and not is_same):
             why, more = self._by_distance(form, record, found)
@@ -296,7 +296,7 @@ def told(rank: int, first: Difference, num_ranks: int) -> str:
 
 
 def _with_passes(said: str, passes: Sequence[str]) -> str:
-    return f"{said}. Passes that changed a graph: {', '.join(passes)}" if passes else said
+    return f"{said}. These passes changed a graph: {', '.join(passes)}" if passes else said
 
 
 class Trials:
@@ -378,7 +378,7 @@ def ended_after(seconds: float, what: str) -> Iterator[None]:
     """End this process where what is within takes longer, so that a new one goes on; not with 0."""
 
     def end() -> None:
-        say(f"{what} did not end in {seconds:.0f} s: its processes are stopped")
+        say(f"{what} did not end within {seconds:.0f} s, so its processes are stopped")
         os._exit(RESTART)
 
     timer = threading.Timer(seconds, end)

@@ -67,15 +67,18 @@ def given_by(returned: Any) -> Given:
     """Return the parts of a function's result. Raises InvalidConfig where it is no such thing."""
     if not isinstance(returned, Mapping):
         raise InvalidConfig(
-            f"it returned {_kind(returned)}; return a dictionary with {', '.join(KEYS)}"
+            f"the function must return a dictionary with the keys {', '.join(KEYS)}; got "
+            f"{_kind(returned)}"
         )
     if unknown := [key for key in returned if key not in KEYS]:
         raise InvalidConfig(
-            f"it returned the unknown key {unknown[0]!r}.{nearest(str(unknown[0]), KEYS)}"
+            "the function returned a dictionary with the unknown key "
+            f"{unknown[0]!r}.{nearest(str(unknown[0]), KEYS)}"
         )
     if missing := [key for key in REQUIRED if key not in returned]:
         raise InvalidConfig(
-            f"it did not return the key {missing[0]!r}; return {', '.join(REQUIRED)}"
+            f"the function must return a dictionary with the keys {', '.join(REQUIRED)}; "
+            f"{missing[0]!r} is missing"
         )
     model, step = returned["model"], returned["step"]
     _expect(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
@@ -118,7 +121,9 @@ def _blocks(model: nn.Module, given: Any) -> list[nn.Module]:
 
 def _expect(is_so: bool, key: str, value: Any, wanted: str) -> None:
     if not is_so:
-        raise InvalidConfig(f"its {key!r} has {_kind(value)}; write {wanted}")
+        raise InvalidConfig(
+            f"the key {key!r} of the returned dictionary must be {wanted}; got {_kind(value)}"
+        )
 
 
 def _kind(value: Any) -> str:
@@ -157,7 +162,10 @@ class ScriptSteps:
         ours, _ = split_options(options)
         self.config: MegaMoEConfig = from_sources(options=ours, environment=os.environ)
         if f"{PREFIX}codegen" in given.options:  # the command must know it before ranks start
-            raise InvalidConfig("its options have megamoe.codegen; write --megamoe.codegen fx")
+            raise InvalidConfig(
+                "the script sets megamoe.codegen in its options; leave it out there, and "
+                "write --megamoe.codegen fx on the command line"
+            )
         for block in given.blocks:
             inner = getattr(block, "_checkpoint_wrapped_module", block)
             block.forward = self.forms.switch(block.forward, options, precise=inner.forward)
@@ -169,8 +177,8 @@ class ScriptSteps:
         self.step()  # optimizers make their state
         if not any(True for _ in self.gradients()):
             raise InvalidConfig(
-                "its step leaves no gradients to compare; call zero_grad at the start of a step, "
-                "not at its end"
+                "the step must leave its gradients for the check to compare, and left none; call "
+                "zero_grad at the start of a step, not at its end"
             )
         self.restore()
 
@@ -184,7 +192,7 @@ class ScriptSteps:
         del is_told
         loss = self._given.step(self._number)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise InvalidConfig(f"its step returned {_kind(loss)}; return the loss, one number")
+            raise InvalidConfig(f"the step must return its loss, one number; got {_kind(loss)}")
         self._loss = loss.detach().clone()
         self._number += 1
 

@@ -119,7 +119,9 @@ class Record:
     def _fits(self, what: str, needs_s: float) -> bool:
         if fits := self.left_s() >= needs_s:
             return fits
-        self.skip(what, f"out of time: needs {needs_s:.0f} s, {self.left_s():.0f} left")
+        self.skip(
+            what, f"out of time: it needs {needs_s:.0f} s, and {self.left_s():.0f} s are left"
+        )
         return False
 
     def write(self) -> None:
@@ -186,7 +188,7 @@ def read_arguments(
     )
     arguments = parser.parse_args()
     if unknown := sorted({*arguments.sections} - promised.keys()):
-        parser.error(f"no section {', '.join(unknown)}; known: {known}")
+        parser.error(f"there is no section {', '.join(unknown)}; choose from {known}")
     return arguments
 
 

@@ -140,7 +140,8 @@ def run_check(
         summary["sections"] = passed_before(out, summary, ALIKE)
     for name in summary["sections"]:
         console.print(
-            f"{name}: it passed in an earlier run, whose results are kept (--again runs it again)"
+            f"section {name} passed in an earlier run, whose results are kept (--again runs it "
+            "again)"
         )
     limit_s = asked.budget_s
     has_passed = run_sections(out, summary, sections, limit_s, ranks.run, longest_s=limit_s)
@@ -219,12 +220,14 @@ def _says_same(section: Section) -> str:
 
 def _says_faster(section: Section) -> str:
     rows = {row["form"]: row for row in section["rows"]}
-    return f"a step takes {_ratio(rows['megamoe'])} times as long as by {section['best']}"
+    return (
+        f"a step by megamoe takes {_ratio(rows['megamoe'])} times as long as by {section['best']}"
+    )
 
 
 def _says_better(section: Section) -> str:
     if "won" not in section:
-        return "no other options were raced"
+        return "no options other than the job's were raced"
     won = (
         f"a step with {_table(section['won'])} takes {_ratio(section)} times as long as with the "
         "job's own options"
@@ -306,7 +309,10 @@ def _predicted(name: str, order: list[str], us: Mapping[str, float]) -> str:
 
 
 def _says_hardware(section: Section) -> str:
-    links = ", ".join(said_of_links(section["rows"])) or "one rank alone has no link"
+    links = (
+        ", ".join(said_of_links(section["rows"]))
+        or "the job has one rank, so there is no link to measure"
+    )
     return f'{links}; to plan by the measured rates, set megamoe.hardware = "{section["profile"]}"'
 
 

@@ -126,7 +126,9 @@ class Team:
     def _is_run(self, item: str, what: str, size: int, needs_s: float) -> bool:
         """Return whether the item is run, as rank 0 says."""
         if self.record is not None:
-            why = f"needs {size} ranks, here are {self.num_ranks}" * (size > self.num_ranks)
+            why = f"it needs {size} ranks, and {self.num_ranks} were started" * (
+                size > self.num_ranks
+            )
             is_run = self.record.begin(what, why=why, needs_s=needs_s)
             self._store.set(f"{item}/order", "run" if is_run else "skip")
         return self._told(item, "order") == b"run"

@@ -242,8 +242,12 @@ def judge_contention(record: Record, found: list[list[float]]) -> None:
     ratios = [ratio for one in found for ratio in one]
     told = asdict(estimate(ratios)) if len(ratios) >= LEAST_PIECES else None
     record.put(contention=told, pieces=len(ratios))
-    said = f"{told['median']:.2f} times as long" if told else "too few equal pieces"
-    say(f"where: compute that overlaps collectives, compared with equal compute alone: {said}")
+    said = (
+        f"{told['median']:.2f} times as long as alone"
+        if told
+        else "too few equal pieces to compare"
+    )
+    say(f"where: time of compute during collectives: {said}")
 
 
 def check_where(team: Team, job: Steps, config: MegaMoEConfig, out: Path) -> None:

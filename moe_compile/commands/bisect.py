@@ -68,15 +68,20 @@ def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def bisect(known: argparse.Namespace, overrides: list[str], command: list[str]) -> int:
     """Run the subcommand; return the exit status. Raises InvalidConfig."""
     if bool(known.config) == bool(command):
-        raise InvalidConfig("bisect: write either the path of a job, or -- and a command")
+        raise InvalidConfig(
+            "bisect: write either the path of a job's TOML file, or `--` and the command to run"
+        )
     if command:
         if known.slow:
             raise InvalidConfig(
-                "bisect --slow works for torchtitan jobs only: of any other command bisect learns "
-                "whether it failed, and not how fast it was"
+                "bisect --slow works for torchtitan jobs only: of another command bisect cannot "
+                "measure the time of a step; leave out --slow"
             )
         if overrides:
-            raise InvalidConfig(f"bisect: write {overrides[0]!r} after --, as part of the command")
+            raise InvalidConfig(
+                f"bisect: {overrides[0]!r} is a flag of torchtitan, which a command does not "
+                "take; write it after --, as part of the command"
+            )
         out = (known.out or Path(NAME)).resolve()
         run: Any = importlib.import_module("moe_compile.check.bisection")  # imports torch
         return int(run.bisect_command(command, out, known.form_s))

@@ -50,9 +50,11 @@ def calibrate(known: argparse.Namespace) -> int:
     has_gpu = torch.cuda.is_available()
     device = ("cuda" if has_gpu else "cpu") if known.device == "auto" else known.device
     if device == "cuda" and not has_gpu:
-        raise InvalidConfig("--device cuda: torch sees no CUDA device; write cpu")
+        raise InvalidConfig("--device is cuda, but torch sees no CUDA device; write --device cpu")
     if known.out.suffix != ".toml":
-        raise InvalidConfig(f"{known.out}: write a name that ends in .toml")
+        raise InvalidConfig(
+            f"{known.out}: the profile must be a TOML file; write a name that ends in .toml"
+        )
     if known.out.exists():
         raise InvalidConfig(f"{known.out} exists already; write another name, or remove the file")
     if why := why_not_written(known.out):
@@ -61,7 +63,8 @@ def calibrate(known: argparse.Namespace) -> int:
     table = tomllib.loads(read_profile(start).path.read_text())
     if device == "cpu" and "compute" in table:
         raise InvalidConfig(
-            f"rates measured on a CPU are not those of {start}: leave --start out, or write cpu"
+            f"--start is {start}, but the rates that are measured here are those of a CPU: leave "
+            "--start out, or write --start cpu"
         )
     table.pop("fit", None)  # fitted on other efficiencies
     measure: Any = importlib.import_module("moe_compile.hardware.measure")

@@ -163,14 +163,16 @@ def run_on_ranks(
         }
         return run(Started(team=team, out=out, head=head))
     except KeyboardInterrupt:
-        _say(f"ended by a signal; the results so far are in {out}")
+        _say(f"the check was ended by a signal; the results so far are in {out}")
         return INTERRUPTED
 
 
 def number(text: str) -> int:
     """Return a whole number of at least 1, for argparse."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number; write 1 or more")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid number; write a whole number of at least 1"
+        )
     return int(text)
 
 
@@ -205,8 +207,8 @@ def _sections(job: CheckedJob, asked: list[str] | None) -> dict[str, float]:
 def _check_write(job: CheckedJob, sections: Mapping[str, float]) -> None:
     if ON_REQUEST not in sections:
         raise InvalidConfig(
-            f"--write writes the options that section {ON_REQUEST} finds; add {ON_REQUEST} to "
-            "--sections, or leave --write out"
+            f"--write writes the options that section {ON_REQUEST} finds, but {ON_REQUEST} is "
+            "not among the sections to run; add it to --sections, or leave --write out"
         )
     if job.not_written:
         raise InvalidConfig(f"--write would change {job.not_written}")
@@ -219,9 +221,14 @@ def _write(job: CheckedJob, out: Path, device: str) -> None:
     sections: Any = importlib.import_module("moe_compile.check.sections")
     found = sections.read_section(out, ON_REQUEST)
     if device == "cpu":
-        _say(f"{job.path} is unchanged: times of a CPU do not predict those of a cluster")
+        _say(
+            f"{job.path} is unchanged: options were raced on CPUs, whose times do not "
+            "predict those of GPUs"
+        )
     elif not found.get("is_complete") or not found.get("is_faster"):
-        _say(f"{job.path} is unchanged: no faster options were found")
+        _say(
+            f"{job.path} is unchanged: no options were found that are faster than those in the file"
+        )
     else:
         job.path.write_text(with_options(job.path.read_text(), BACKEND, found["won"]))
         _say(f"{job.path}: written into [{BACKEND}]: {json.dumps(found['won'])}")

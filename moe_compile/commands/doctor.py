@@ -236,8 +236,8 @@ def _of_device(device: Device) -> list[str]:
         )
     if device.throttling:
         said.append(
-            f"its clocks are held down ({', '.join(device.throttling)}), so it is slower than "
-            "predicted."
+            f"its clocks are held down ({', '.join(device.throttling)}), so steps are slower "
+            "than predicted."
         )
     if device.fabric_state in ("not started", "in progress"):
         said.append(f"its NVLink fabric is {device.fabric_state}: NCCL will fail or avoid NVLink.")

@@ -59,7 +59,9 @@ def add_explain(commands: Any) -> None:
 
 def _page(text: str) -> Path:
     if not text.endswith(PAGE):
-        raise argparse.ArgumentTypeError(f"{text!r}: write a name that ends in {PAGE}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: the page must be an HTML file; write a name that ends in {PAGE}"
+        )
     return Path(text)
 
 
@@ -73,7 +75,7 @@ def explain_report(known: argparse.Namespace) -> int:
         raise InvalidConfig(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError):
         raise InvalidConfig(
-            f"{path} is not a report of megamoe; jobs write their reports as JSON"
+            f"{path} is not a report of megamoe; name the JSON report that a job wrote"
         ) from None
     del exchanges
     print_report(report, verbose=True)
@@ -98,7 +100,7 @@ def tell_of_page(report: Mapping[str, Any], page: Path) -> None:
         _say(f"megamoe: the page {page} cannot be written: {error.strerror}")
         return
     _say(
-        f"megamoe: this report as a page: {page}; as a trace for Perfetto: "
+        f"megamoe: wrote this report as a web page, {page}, and as a trace for Perfetto, "
         f"{page.with_suffix(TRACE)}"
     )
 
@@ -110,10 +112,13 @@ def tell_of_picture(report: Mapping[str, Any], picture: Path) -> None:
     try:
         drawing = importlib.import_module("moe_compile.report.timeline_picture")
     except ModuleNotFoundError:
-        _say("megamoe: a picture of its timelines needs matplotlib: pip install matplotlib")
+        _say(
+            "megamoe: drew no picture of its timelines, which needs matplotlib: pip install "
+            "matplotlib"
+        )
         return
     drawing.draw_report(report, picture)
-    _say(f"megamoe: a picture of its timelines: {picture}")
+    _say(f"megamoe: drew a picture of its timelines: {picture}")
 
 
 def _say(text: str) -> None:

@@ -30,10 +30,10 @@ first in this table wins:
 | TOML of a torchtitan job | `chunks = 4` in the table `[megamoe]` |
 | environment | `MEGAMOE_CHUNKS=4`; true and false as 1 and 0, lists with commas |
 
-An unknown name or value is an error (`InvalidConfig`), raised when the compiled model is first
-called: torch shows a backend its options no earlier. All other keys of `options=`, and `mode=`, go
-to Inductor. torch takes one of the two only ("Either mode or options can be specified"). Beside
-options of megamoe write the settings of a mode as options too:
+An unknown name or value is an error (`InvalidConfig`). It is raised when the compiled model is
+first called, because torch passes options to a backend only then. All other keys of `options=`, and
+`mode=`, go to Inductor. torch takes only one of the two ("Either mode or options can be
+specified"). So with options of megamoe, write the settings of a mode as options too:
 `torch._inductor.list_mode_options("max-autotune-no-cudagraphs")` returns them. Which of these are
 off in graphs with regions is in [limits.md](limits.md#compilation).
 """

@@ -42,7 +42,8 @@ def find_script(said: str) -> Script:
         raise InvalidConfig(f"{name}: No such file")
     if not function:
         raise InvalidConfig(
-            f"{name} is a script: write {name}:{EXAMPLE}, to name the function in it"
+            f"{name} names a script but no function: write {name}:FUNCTION, for example "
+            f"{name}:{EXAMPLE}, where FUNCTION returns the parts of a training step (docs/check.md)"
         )
     try:
         tree = ast.parse(path.read_text(), filename=name)
@@ -51,7 +52,7 @@ def find_script(said: str) -> Script:
     names = [*_names(tree.body)]
     if function not in names and "*" not in names:
         defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        there = f"the script has {listed(function, defined) if defined else 'none'}"
+        there = f"its functions are {(listed(function, defined) if defined else 'none')}"
         raise InvalidConfig(f"{name} has no function {function!r}; {there}")
     return Script(path=path.resolve(), function=function)
 
@@ -78,7 +79,8 @@ def flags_of(overrides: Sequence[str]) -> dict[str, Any]:
         flag, equals, value = words.pop(0).partition("=")
         if not flag.startswith(start):
             raise InvalidConfig(
-                f"{flag}: for a script only flags of megamoe work, {start}chunks 4 for example"
+                f"{flag}: a script takes only flags that begin with {start}, for example "
+                f"{start}chunks 4"
             )
         if not equals:
             if not words:

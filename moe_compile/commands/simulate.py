@@ -178,7 +178,8 @@ def _eight_bit_rate(setting: Setting) -> dict[str, Any] | None:
 def _table(known: argparse.Namespace) -> dict[str, Any]:
     if known.timeline:
         raise InvalidConfig(
-            "--timeline draws the step of a model, not a table; leave out --timeline or --table"
+            "--timeline draws the step of one model, and --table prints tables without one; "
+            "leave out --timeline or --table"
         )
     if known.table != "megascale":
         kinds = {"waterfall": _waterfall, "bounds": _bounds, "parts": _part_shares}
@@ -268,14 +269,17 @@ def _picture() -> Any:
         return importlib.import_module("moe_compile.simulator.cluster_picture")
     except ModuleNotFoundError:
         raise InvalidConfig(
-            "a picture needs matplotlib; pip install matplotlib, or write a .json trace"
+            "--timeline with a .png picture needs matplotlib: pip install matplotlib, or name a "
+            ".json trace"
         ) from None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.isdigit() and int(word) for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r}: write numbers of GPUs, 240,480 for instance")
+        raise argparse.ArgumentTypeError(
+            f"--gpus is {text!r}; write numbers of GPUs with commas between, for example 240,480"
+        )
     return tuple(int(word) for word in words)
 
 

@@ -123,11 +123,12 @@ def train(known: argparse.Namespace, overrides: list[str]) -> int:
     """Run the subcommand, or `explain` of a job; return the exit status. Raises InvalidConfig."""
     if known.dry_run and known.nproc:
         raise InvalidConfig(
-            f"--dry-run starts no process: for another number of ranks write --world {known.nproc}"
+            f"--dry-run starts no processes, so --nproc has no effect; to assume {known.nproc} "
+            f"ranks write --world {known.nproc}"
         )
     if known.world and not known.dry_run:
         raise InvalidConfig(
-            "--world works with --dry-run only; to start another number of ranks write --nproc "
+            f"--world works with --dry-run only; to start {known.world} ranks write --nproc "
             f"{known.world}"
         )
     if known.compare and not known.dry_run:
@@ -191,7 +192,9 @@ def _train(job: JobFile, ranks: int, overrides: list[str], *, verbose: bool) -> 
         print(measured)  # noqa: T201  (the user's terminal)
     latest = logs / LATEST
     if output.num_folded and not verbose:
-        _say(f"{output.num_folded} lines of the log are folded (--verbose shows them): {latest}")
+        _say(
+            f"{output.num_folded} log lines are hidden (--verbose shows all); they are in {latest}"
+        )
     if status:
         cut_off = (
             f"{fault}; files in that folder may be incomplete" for fault in folder_faults(job)
@@ -220,14 +223,15 @@ def _show_report(
         tell_of_page(written, report.with_suffix(PAGE))
         tell_of_picture(written, report.with_suffix(".png"))
     if why := keep_report(report, logs):
-        _say(f"the next run in this folder overwrites the report, which could not be copied: {why}")
+        _say(f"the report could not be copied, so the next run in this folder overwrites it: {why}")
 
 
 def _unwritten(report: Path) -> str:
     """Return the last line of a run that compiled blocks and left no report."""
     why = why_not_written(report) or "see the warnings above"
     return (
-        f"what megamoe compiled is not known, because the report was not written to {report}: {why}"
+        "there is nothing to print about what megamoe compiled, because the report was not "
+        f"written to {report}: {why}"
     )
 
 
@@ -236,7 +240,10 @@ def _settings_of_ranks(ranks: int) -> dict[str, str]:
     allow_open_files()
     if uses_cpu(ranks):
         if num_gpus():
-            _say(f"{ranks} ranks but {num_gpus()} GPU: training on the CPU")
+            _say(
+                f"the job has {ranks} ranks, but this machine has {num_gpus()} GPU: training "
+                "on the CPU"
+            )
         return {}
     settings = settings_on_gpus(os.environ)
     if settings:

@@ -115,7 +115,7 @@ class RegionWork:
         if dispatch != "all_gather":
             return self
         if self.gathered is None:
-            raise ValueError("tokens of this region cannot be gathered")
+            raise ValueError("all-gather dispatch does not support this region, so it has no price")
         return self.gathered
 
     def slots_per_row(self, exchange: str, num_chunks: int) -> float:

@@ -64,7 +64,7 @@ def argument(call: fx.Node, name: str, default: Any = None) -> Any:
     names = {ALSO_CALLED.get(given, given): given for given in call.kwargs}
     if unknown := sorted(names.keys() - set(parameters)):
         raise Lost(
-            f"{operator_at(call)} has arguments that megamoe does not know: {', '.join(unknown)}"
+            f"{operator_at(call)} has arguments for which megamoe has no rule: {', '.join(unknown)}"
         )
     return argument_of(call, parameters.index(name), names.get(name, name), default)
 
@@ -77,7 +77,7 @@ def dim_of(call: fx.Node, num_dims: int, default: int | None = None) -> int:
 def from_left(dim: Any, num_dims: int) -> int:
     """Return a dimension counted from the left."""
     if not isinstance(dim, int):
-        raise Lost("a dimension is not known at compile time")
+        raise Lost("dimensions must be given as Python numbers, and one is known at run time only")
     return dim % num_dims
 
 
@@ -86,7 +86,7 @@ def moved(call: fx.Node) -> fx.Node:
     parameters = PARAMETERS.get(called_name(call))
     found = argument(call, parameters[0]) if parameters else argument_of(call, 0, "input")
     if not isinstance(found, fx.Node):
-        raise Lost(f"{operator_at(call)} takes its input as an argument that megamoe does not know")
+        raise Lost(f"megamoe cannot tell which argument of {operator_at(call)} is its input")
     return found
 
 
@@ -99,7 +99,10 @@ def joined(call: fx.Node) -> list[fx.Node]:
     """Return the values that `call` concatenates or stacks."""
     parts = argument(call, "tensors")
     if not isinstance(parts, list | tuple) or not all(isinstance(p, fx.Node) for p in parts):
-        raise Lost(f"{operator_at(call)} concatenates or stacks values that megamoe does not know")
+        raise Lost(
+            f"{operator_at(call)} must concatenate or stack a list of tensors of the graph, "
+            "and does not"
+        )
     return list(parts)
 
 

@@ -50,7 +50,10 @@ class Factor:
     def split(self, outer: int) -> list[Factor]:
         """Cut into `outer` and the rest, here and wherever it is mentioned."""
         if self.pieces:
-            raise Lost("a view cuts a dimension inside a piece of a concatenation")
+            raise Lost(
+                "a view must not cut a concatenated dimension inside one of its pieces, and "
+                "one does"
+            )
         self.parts = [Factor(outer), Factor(self.size // outer)]
         return self.parts
 
@@ -82,7 +85,7 @@ def regroup(factors: Sequence[Factor], sizes: Sequence[int]) -> Dims:
         left = size
         while left > 1:
             if not todo:
-                raise Lost("a view has other sizes than its input")
+                raise Lost("a view must have as many elements as its input, and has not")
             factor = todo.pop(0)
             if left % factor.size == 0:
                 dim.append(factor)
@@ -93,10 +96,13 @@ def regroup(factors: Sequence[Factor], sizes: Sequence[int]) -> Dims:
                 todo = flat([inner, *todo])  # the same factor may stand further on
                 left = 1
             else:
-                raise Lost("a view cuts a dimension that it should keep whole")
+                raise Lost(
+                    "a view must keep a dimension whole or cut it at a divisor of its size, and "
+                    "one does neither"
+                )
         dims.append(dim)
     if todo:
-        raise Lost("a view has other sizes than its input")
+        raise Lost("a view must have as many elements as its input, and has not")
     return dims
 
 
@@ -110,19 +116,25 @@ def unify(left: Sequence[Factor], right: Sequence[Factor], *, prefix: bool = Fal
         if a[0] is not b[0]:
             common = math.gcd(a[0].size, b[0].size)
             if common not in (a[0].size, b[0].size):
-                raise Lost("two dimensions cannot be divided into the same factors")
+                raise Lost(
+                    "two dimensions that are combined must be divisible into the same "
+                    "factors, and are not"
+                )
             for factor in (a[0], b[0]):
                 if factor.size != common:
                     factor.split(common)
             a, b = flat(a), flat(b)
             if a[0].pieces or b[0].pieces:
-                raise Lost("a concatenated dimension is combined with another dimension")
+                raise Lost(
+                    "a concatenated dimension is combined with another dimension, which "
+                    "megamoe does not follow"
+                )
             b[0].parts = [a[0]]
             a, b = flat(a), flat(b)  # a renamed factor may stand further on too, in both
         a.pop(0)
         b.pop(0)
     if a or (b and not prefix):
-        raise Lost("two dimensions differ in size")
+        raise Lost("two dimensions that are combined differ in size")
 
 
 def holds(factors: Sequence[Factor], head: Factor) -> bool:
@@ -191,7 +203,10 @@ class SizeNumbers:
             elif self._number_of.get(factor) in self.inputs and power.is_Integer and power > 0:
                 number *= self._number_of[factor] ** int(power)
             else:
-                raise Lost("a size is not known at compile time")
+                raise Lost(
+                    "sizes must be known at compile time or be products of the inputs' "
+                    "sizes, and one is not"
+                )
         return number
 
     def factors(self, number: int) -> tuple[int, list[int]]:

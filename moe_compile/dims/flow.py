@@ -87,7 +87,7 @@ class Flow:
         """Set the factors of a tensor; raises Lost unless its sizes agree."""
         dims = known.dims
         if dims is not None and [size_of(dim) for dim in dims] != self.sizes(known.tensor):
-            raise self.lost("has other sizes than those derived for it")
+            raise self.lost("has sizes that differ from those that megamoe's rule for it gives")
         self._known[id(known.tensor)] = known
 
     def of(self, tensor: torch.Tensor) -> Followed:
@@ -166,7 +166,9 @@ class Call(Operator):
     def from_left(self, dim: Any, num_dims: int) -> int:
         """Return a dimension counted from the left."""
         if not isinstance(dim, int):
-            raise self.lost("works along a dimension that is not known at compile time")
+            raise self.lost(
+                "works along a dimension that must be known at compile time, and is not"
+            )
         return dim % max(num_dims, 1)
 
     def meeting(self, left: list[Factor], right: list[Factor]) -> list[Factor]:

@@ -185,7 +185,9 @@ def _sampled(call: Call) -> Each:
     call.close(*others, *weights)
     each = [call.sizes(i) for i in range(len(call.outputs))]
     if any(not sizes or sizes[0] != size_of(first) for sizes in each):
-        raise call.lost("returns tensors whose first dimensions differ")
+        raise call.lost(
+            "returns tensors whose first dimensions differ, which megamoe does not follow"
+        )
     return tuple([first, *([Factor(size)] for size in sizes[1:])] for sizes in each)
 
 
@@ -291,7 +293,9 @@ def _attended(call: Call) -> Each:
 def meet_outer(flow: Flow, each: list[Dims]) -> int:
     """Unify the dimensions that attention treats apart; return their number."""
     if len({len(one) for one in each}) > 1 or len(each[0]) < 3:
-        raise flow.lost("attends over operands with different numbers of dimensions")
+        raise flow.lost(
+            "must have operands with equally many dimensions, at least three, and has others"
+        )
     num_outer = len(each[0]) - 2
     for i in range(num_outer):
         for other in each[1:]:
@@ -399,7 +403,7 @@ def follow_operator(call: Call) -> None:
     """Find the factors of the results of an operator from those of its inputs."""
     rule = rule_of(call.func)
     if rule is None:
-        raise call.lost(f"runs {call.func}, through which dimensions could not be traced")
+        raise call.lost(f"runs {call.func}, for which megamoe has no rule that traces dimensions")
     found = rule(call)
     each = found if isinstance(found, tuple) else tuple(found for _ in call.outputs)
     is_form = call.func.is_view or call.name in SAME_VALUES or call.name == "_unsafe_view"

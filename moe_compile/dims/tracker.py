@@ -58,7 +58,7 @@ SHIFTS: Final = frozenset({"movedim", "moveaxis"})
 CUTS: Final = frozenset({"split", "chunk"})
 OTHERS: Final = frozenset({"permute", "expand", "repeat_interleave", "cat"})
 NO_SYMBOLS: Final = SizeNumbers()
-NOT_FOLLOWED: Final = "is an operator through which megamoe traces no dimensions"
+NOT_FOLLOWED: Final = "is an operator for which megamoe has no rule that traces dimensions"
 AS_ONE: Final = {
     "scaled_dot_product_attention": torch.ops.aten.scaled_dot_product_attention.default
 }
@@ -100,7 +100,7 @@ def run_node(
             with recorder:
                 made = recorder.run(node, lambda: call(node, args, kwargs))
     except UNTRACEABLE as error:
-        raise Lost(f"{operator_at(node)} does not run: {error}") from error
+        raise Lost(f"{operator_at(node)} fails when megamoe traces it: {error}") from error
     return args[0] if made is None else made  # `x[...] = y`
 
 
@@ -172,7 +172,7 @@ def cut_dim(node: fx.Node) -> int:
     """Return the dimension a split, a chunk or a concatenation works along, from the left."""
     made = pytree.tree_leaves(value_of(node))
     if not made or not isinstance(made[0], torch.Tensor):
-        raise Lost(f"{operator_at(node)} returns a value that megamoe does not know")
+        raise Lost(f"{operator_at(node)} must return tensors, and does not")
     return dim_of(node, made[0].dim(), default=0)
 
 
@@ -225,7 +225,10 @@ class Tracker(Notes):
     def put(self, node: fx.Node, dims: Dims) -> None:
         """Set the factors of `node`; raises Lost unless its sizes agree."""
         if tensor_of(node) is not None and [size_of(dim) for dim in dims] != self.sizes_of(node):
-            raise Lost(f"{operator_at(node)} has other sizes than those derived for it")
+            raise Lost(
+                f"{operator_at(node)} has sizes that differ from those that megamoe's rule "
+                "for it gives"
+            )
         self._dims[node] = dims
 
     def started(self) -> tuple[fx.Node, ...]:
@@ -294,7 +297,10 @@ class Tracker(Notes):
         With `instead` the node is given these arguments, all by name.
         """
         if any(tensor_of(one) is None for one in sources):
-            raise Lost(f"{operator_at(node)}: a size is not known at compile time")
+            raise Lost(
+                f"{operator_at(node)} must have sizes that are known at compile time, and "
+                "one is not"
+            )
         for source in sources:
             if source not in self:
                 self.start(source)
@@ -332,7 +338,10 @@ class Tracker(Notes):
         source, index = node.args
         assert isinstance(source, fx.Node)
         if not isinstance(index, int):
-            raise Lost(f"{operator_at(node)} is taken by an index that is not an integer")
+            raise Lost(
+                f"{operator_at(node)} takes one of several results by an index that must be "
+                "a Python integer, and is not"
+            )
         dims, picked = self._several[source][index]
         if dims is None:
             raise Lost(f"the dimensions of {operator_at(node)} could not be traced")
@@ -342,7 +351,7 @@ class Tracker(Notes):
 
     def _exchanged(self, node: fx.Node) -> Dims:
         if not is_even_exchange(node):
-            raise Lost("an exchange is not even")
+            raise Lost("an exchange must send equally much to every rank, and one does not")
         dims, num_ranks = self.dims(moved(node)), len(output_splits(node))
         sent, rest = regroup(dims[0], [num_ranks, size_of(dims[0]) // num_ranks])
         self.sent[node], self.source[node] = sent, Factor(num_ranks)

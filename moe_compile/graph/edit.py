@@ -232,7 +232,7 @@ def reorder(order: Sequence[fx.Node]) -> None:
         late = next((p for p in before if p in place and place[p] > place[node]), None)
         if late is not None:
             raise ContractViolation(
-                f"{node.name} would be placed before {late.name}, which it needs"
+                f"{node.name} would be placed before {late.name}, whose result it reads"
             )
     for node, following in itertools.pairwise(order):
         node.append(following)

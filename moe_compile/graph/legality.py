@@ -37,10 +37,12 @@ from moe_compile.journal.reasons import Left, Reason
 class Hazard(enum.Enum):
     """Reasons why nodes must not run later."""
 
-    WRITTEN_MEANWHILE = "what one of them reads is written in between"
-    MODE_CHANGES = "grad mode or autocast is another there"
-    RANDOM = "one of them draws random numbers"
-    GRADIENT_ORDER = "terms of a gradient would be added in another order"
+    WRITTEN_MEANWHILE = "one of these nodes reads a tensor that is written in between"
+    MODE_CHANGES = "grad mode or autocast is different at the new place"
+    RANDOM = "one of these nodes draws random numbers"
+    GRADIENT_ORDER = (
+        "the terms of a gradient would be added in a different order than in the program"
+    )
 
 
 REASONS: Final = {

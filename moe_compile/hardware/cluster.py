@@ -71,14 +71,14 @@ def load_cluster(name: str) -> ClusterProfile:
     missing = [key for key in ("compute", "memory", "link") if key not in file.values]
     if missing:
         raise InvalidConfig(
-            f"{file.path}: no table {missing[0]!r}: this profile is for the compiler alone; "
-            "simulate with the profile of a GPU, h800 for example"
+            f"{file.path} has no table {missing[0]!r}, which `megamoe simulate` needs; name the "
+            "profile of a GPU, h800 for example"
         )
     compute, links = compute_in(file), links_in(file)
     if compute is None:
         wrong = sorted(set(NUMBERS) - set(file.values["compute"]))
         raise InvalidConfig(
-            f"{file.path}: [compute] must have the keys {sorted(NUMBERS)}; see {wrong}"
+            f"{file.path}: [compute] must have the keys {sorted(NUMBERS)}; missing: {wrong}"
         )
     try:
         return _cluster(file.values, compute, links)
@@ -91,7 +91,7 @@ def _cluster(
 ) -> ClusterProfile:
     if set(links) != {NODE, NETWORK}:
         raise InvalidConfig(
-            f"the links are {sorted(links)}; write one link nvlink and one link network"
+            f"the profile must have exactly two links, nvlink and network; got {sorted(links)}"
         )
     return ClusterProfile(
         name=values["name"],
@@ -107,7 +107,9 @@ def _build(kind: type, table: Mapping[str, Any], where: str) -> Any:
     names = {field.name for field in fields(kind)}
     needed = names if kind is not Fit else set()
     if wrong := sorted((set(table) - names) | (needed - set(table))):
-        raise InvalidConfig(f"[{where}] must have the keys {sorted(names)}; see {wrong}")
+        raise InvalidConfig(
+            f"[{where}] may have only the keys {sorted(names)}; missing or unknown: {wrong}"
+        )
     for key, value in table.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or value < 0:

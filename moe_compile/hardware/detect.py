@@ -53,7 +53,7 @@ def profile_of_chip(device_name: str, generation: int | None) -> Detected:
         if chip in words:
             return Detected(profile=chip, warning=_other_board(device_name, words, chip))
     start = STANDS_IN.get(generation or 0, "")
-    why = f"no profile is named after {device_name!r}"
+    why = f"no profile has the name of this GPU, {device_name!r}"
     if not start:
         to_do = TO_DO.format(start=STANDS_IN[9])
         return Detected(profile="", warning=f"{why}, and none can stand in for it. {to_do}")
@@ -122,7 +122,5 @@ def _without_nvml(torch: Any) -> Detected:
     if torch is None or not torch.cuda.is_available():
         return Detected(profile=NO_GPU)
     name = torch.cuda.get_device_name()
-    why = (
-        f"torch runs on {name!r}, which NVML does not show, and all profiles are of GPUs by NVIDIA"
-    )
+    why = f"torch runs on {name!r}, which NVML does not list, and all profiles are of NVIDIA GPUs"
     return Detected(profile="", warning=f"{why}. {TO_DO.format(start=STANDS_IN[9])}")

@@ -106,8 +106,8 @@ def host_link_in(file: SourcedFile) -> HostLink | None:
         return None
     if set(table) != set(HOST_LINK_NUMBERS) or not table["gb_per_s"] > 0:
         raise InvalidConfig(
-            f"megamoe.hardware: {file.path}: table {HOST_LINK} is {dict(table)}; write "
-            f"{' and '.join(HOST_LINK_NUMBERS)}, the rate above 0"
+            f"megamoe.hardware: {file.path}: table {HOST_LINK} must have the numbers "
+            f"{' and '.join(HOST_LINK_NUMBERS)}, with a rate above 0; got {dict(table)}"
         )
     origins = {name: file.origins[f"{HOST_LINK}.{name}"] for name in HOST_LINK_NUMBERS}
     return HostLink(**{name: float(table[name]) for name in HOST_LINK_NUMBERS}, origins=origins)
@@ -140,8 +140,8 @@ def with_contention(file: SourcedFile) -> SourcedFile:
             if not 0 <= stated[CTAS] < num_sms:
                 raise InvalidConfig(
                     f"megamoe.hardware: {file.path}: link {link['name']} has {stated[CTAS]} "
-                    f"ctas, and compute.num_sms is {num_sms}; write fewer ctas, or write "
-                    "contention in place of ctas"
+                    f"ctas, but must have fewer than compute.num_sms, which is {num_sms}; write "
+                    "fewer ctas, or write contention in place of ctas"
                 )
             link["contention"] = num_sms / (num_sms - stated[CTAS]) - 1.0
             of_sms = origins["compute.num_sms"]
@@ -160,8 +160,8 @@ def links_in(file: SourcedFile) -> dict[str, Link]:
         name, numbers = table["name"], {key: n for key, n in table.items() if key != "name"}
         if missing := sorted(set(NUMBERS) - set(numbers)):
             raise InvalidConfig(
-                f"megamoe.hardware: {file.path}: link {name} has no {missing[0]}; write it and "
-                "its origin"
+                f"megamoe.hardware: {file.path}: link {name} must have {missing[0]}, and has "
+                "not; write its value and its origin"
             )
         for key, number in numbers.items():
             is_number = isinstance(number, int | float) and not isinstance(number, bool)

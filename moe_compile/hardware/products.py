@@ -74,12 +74,13 @@ class Curve:
         rows = [point[0] for point in self.points]
         if len(rows) < 2 or rows != sorted(set(rows)) or rows[0] <= 0:
             raise InvalidConfig(
-                f"a curve needs two points or more, with rising numbers of rows; it has {rows}"
+                "a curve must have at least two points, with rising numbers of rows; got the "
+                f"numbers {rows}"
             )
         if not all(0 < share <= 1 for _, share in self.points):
             shares = [share for _, share in self.points]
             raise InvalidConfig(
-                f"every share of a curve must be above 0 and at most 1; it has {shares}"
+                f"every share of a curve must be above 0 and at most 1; got {shares}"
             )
 
     def at(self, rows: float) -> float:

@@ -85,7 +85,7 @@ def host_in(file: SourcedFile) -> HostCosts:
     if wrong := sorted(set(NUMBERS) ^ set(table)):
         raise InvalidConfig(
             f"megamoe.hardware: {file.path}: table {HOST} must have exactly the keys "
-            f"{sorted(NUMBERS)}; see {wrong}"
+            f"{sorted(NUMBERS)}; missing or unknown: {wrong}"
         )
     origins = {name: file.origins[f"{HOST}.{name}"] for name in NUMBERS}
     return HostCosts(**{name: float(table[name]) for name in NUMBERS}, origins=origins)
@@ -149,11 +149,14 @@ class HardwareProfile:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
                 raise InvalidConfig(
-                    f"hardware profile {self.name!r}: {name} is {value!r}; write a number"
+                    f"hardware profile {self.name!r}: {name} must be a number of at least 0; got "
+                    f"{value!r}"
                 )
         for name in ("matmul_tflops", "memory_gb_per_s", "link_gb_per_s"):
             if getattr(self, name) == 0:
-                raise InvalidConfig(f"hardware profile {self.name!r}: {name} must be above 0")
+                raise InvalidConfig(
+                    f"hardware profile {self.name!r}: {name} must be above 0, and is not"
+                )
 
     def link_of(self, num_ranks: int) -> Link:
         """Return the link of a group: a node's if so many ranks fit in one, if not the profile's.
@@ -202,8 +205,8 @@ def load_profile(name: str) -> HardwareProfile:
     wanted = {"name", *RATES}
     if wrong := sorted(wanted ^ (set(file.values) - CLUSTER_TABLES - {HOST, HOST_LINK})):
         raise InvalidConfig(
-            f"megamoe.hardware: {file.path} must have exactly the keys {sorted(wanted)}; see "
-            f"{wrong}"
+            f"megamoe.hardware: {file.path} must have exactly the keys {sorted(wanted)}; missing "
+            f"or unknown: {wrong}"
         )
     links, compute = links_in(file), compute_in(file)
     large = compute.large_tflops / file.values["matmul_tflops"] if compute is not None else 1.0
@@ -238,7 +241,8 @@ def read_profile(name: str) -> SourcedFile:
     except FileNotFoundError:
         known = [*sorted(_own_names()), *(entry.name for entry in installed(OUTSIDE))]
         raise InvalidConfig(
-            f"megamoe.hardware: no profile {name!r}; there are detect, {listed(path.stem, known)}"
+            f"megamoe.hardware: there is no profile {name!r}; write the path of a TOML file, "
+            f"detect, or one of {listed(path.stem, known)}"
         ) from None
 
 
@@ -266,5 +270,5 @@ def made_of(entry: EntryPoint) -> HardwareProfile | Path:
         return named
     if not isinstance(named, str | Path):
         write = "the path of a TOML file, or a function that returns it or a HardwareProfile"
-        raise unusable(entry, f"is {named!r}, which is no profile", write)
+        raise unusable(entry, f"gives {named!r}, which is not a hardware profile", write)
     return Path(named)

@@ -98,7 +98,9 @@ def _escaped(text: str) -> str:
 def _plain(value: Any, path: str, origins: dict[str, str]) -> Any:
     if isinstance(value, dict) and "value" in value:
         if extra := sorted(set(value) - {"value", "origin"}):
-            raise InvalidConfig(f"{path} has {extra} beside value and origin")
+            raise InvalidConfig(
+                f"{path} must have a value and an origin alone, and has {extra} too"
+            )
         check_origin(path, value.get("origin"))
         origins[path] = value["origin"]
         return value["value"]
@@ -143,7 +145,9 @@ def check_origin(number: str, origin: object) -> Provenance:
     word, _, text = origin.partition(":")
     if word not in {kind.value for kind in Provenance}:
         known = nearest(word, [kind.value for kind in Provenance])
-        raise InvalidConfig(f"{number}: {word!r} is not a kind of origin.{known}")
+        raise InvalidConfig(
+            f"{number}: {word!r} is not a kind of origin that megamoe knows.{known}"
+        )
     kind = Provenance(word)
     pattern, wanted = MUST_SAY.get(kind, ("", ""))
     if not re.search(pattern, text):

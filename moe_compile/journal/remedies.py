@@ -15,8 +15,9 @@ from moe_compile.journal.reasons import Kind, Reason
 
 PAGE: Final = "docs/reasons.md"
 SAME_GRAPH: Final = (
-    "in the same graph: moe_compile.explain(model, *inputs) says where a graph breaks; around "
-    "DistributedDataParallel Dynamo cuts graphs unless torch._dynamo.config.optimize_ddp = False"
+    "in the same graph (moe_compile.explain(model, *inputs) says where a graph breaks; around "
+    "DistributedDataParallel, Dynamo cuts graphs unless torch._dynamo.config.optimize_ddp = "
+    "False)"
 )
 NOTHING: Final = "nothing to change"
 ACTED_ON: Final = frozenset({Kind.UNPROVEN, Kind.NOT_POSSIBLE})
@@ -170,8 +171,8 @@ _DISPATCH_AND_WIRE: Final = {
     "them there in an integer type that holds every possible number of rows, int64 for example",
     Reason.TENSOR_FLOAT: "weight rows by an elementwise multiplication and add them up, or call "
     "torch.set_float32_matmul_precision('highest')",
-    Reason.TWO_HOPS: "set megamoe.nodes = 'off' to use another transport, or set megamoe.chunks "
-    "to a number to run in parts",
+    Reason.TWO_HOPS: "set megamoe.nodes = 'off' to use a transport that is not torch's, or set "
+    "megamoe.chunks to a number to run in parts",
     Reason.NOT_A_MATRIX: "send rows as a matrix of floating-point numbers of a fixed width",
     Reason.NO_GROUPED_PRODUCT: "multiply rows [R, K] by weights [E, K, N] that are plain tensors, "
     "both of bfloat16, by torch._grouped_mm(rows, weights, offs=ends), or set "
@@ -188,7 +189,7 @@ _DISPATCH_AND_WIRE: Final = {
 _GRADIENTS_AND_SCHEDULE: Final = {
     Reason.NO_PARAMETER_GRADIENT: f"{NOTHING}: only float32 sums of parameters' gradients are sent "
     "in half the bytes",
-    Reason.COALESCED: "reduce each gradient in a launch of its own",
+    Reason.COALESCED: "reduce each gradient by a collective of its own",
     Reason.SIZE: "compile with static sizes, and let dim 0 of gradients be a multiple of the "
     "number of ranks",
     Reason.READERS: "wait for each reduction once",

@@ -166,7 +166,7 @@ ROW_AFTER_ROW: Final = torch.contiguous_format
 def format_of(recipe: str) -> ProductFormat:
     """Return the format of a recipe. Raises ValueError for a recipe that there is not."""
     if recipe not in FORMATS:
-        raise ValueError(f"recipes are {', '.join(FORMATS)}; there is none named {recipe!r}")
+        raise ValueError(f"there is no recipe {recipe!r}; write one of {', '.join(FORMATS)}")
     return FORMATS[recipe]
 
 
@@ -175,7 +175,7 @@ def refusal(chosen: ProductFormat, capability: tuple[int, int]) -> str | None:
     there = [
         one.name for one in FORMATS.values() if one.capability <= capability and one.has_kernel
     ]
-    instead = f"write {' or '.join(there)}" if there else "no recipe runs on it"
+    instead = f"write {' or '.join(there)}" if there else "no recipe runs on this GPU"
     least, found = (".".join(map(str, version)) for version in (chosen.capability, capability))
     if capability < chosen.capability:
         return (
@@ -199,7 +199,7 @@ def element_of(chosen: ProductFormat, name: str) -> Element:
     """Return the type of payload `name`. Raises ValueError where rows of `chosen` have no such."""
     if name not in chosen.elements:
         raise ValueError(
-            f"rows of recipe {chosen.name!r} are {' or '.join(chosen.elements)}, not {name!r}"
+            f"rows of recipe {chosen.name!r} must be {' or '.join(chosen.elements)}; got {name!r}"
         )
     return ELEMENTS[name]
 

@@ -110,17 +110,22 @@ def unpack_rows(message_RM: torch.Tensor, width: int, dtype: torch.dtype) -> tor
 def check_message(message: torch.Tensor, width: int) -> None:
     """Raise ValueError unless `message` is a message of rows of `width` columns."""
     if message.dtype is not torch.uint8 or message.dim() != 2:
-        raise ValueError(f"a message is [R, bytes] of uint8, not {message.dtype} {message.shape}")
+        raise ValueError(
+            f"a message must be a tensor [R, bytes] of uint8; got {message.dtype} of shape "
+            f"{message.shape}"
+        )
     if message.shape[1] != row_bytes(width):
         raise ValueError(
-            f"rows of {width} columns take {row_bytes(width)} bytes, not {message.shape[1]}"
+            f"a row of {width} columns must take {row_bytes(width)} bytes in a message; got "
+            f"{message.shape[1]}"
         )
 
 
 def _check_rows(rows: torch.Tensor) -> None:
     if rows.dim() != 2 or not rows.dtype.is_floating_point:
         raise ValueError(
-            f"rows are [S, D] of floating-point numbers, not {rows.dtype} {rows.shape}"
+            f"rows must be a tensor [S, D] of floating-point numbers; got {rows.dtype} of shape "
+            f"{rows.shape}"
         )
 
 

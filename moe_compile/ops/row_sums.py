@@ -134,7 +134,9 @@ def _token_sums(
     """
     num_rows = order.shape[0]
     came = sum(one.shape[0] for one in rows)
-    torch._check(came == num_rows, lambda: f"{num_rows} rows are to be summed, and {came} came")
+    torch._check(
+        came == num_rows, lambda: f"the number of rows to sum must be {num_rows}; got {came}"
+    )
     torch._check(num_rows == num_tokens * slots)
     return _TokenSums.apply(order.long(), weights, num_tokens, slots, dtype, *rows)
 

@@ -251,8 +251,8 @@ def _check_scales(
 def _check_floating(values: torch.Tensor, what: str, dims: int) -> None:
     if values.dim() != dims or values.dtype not in UNQUANTIZED:
         raise ValueError(
-            f"{what} to quantise has {dims} dimensions of bfloat16, float16 or float32, not "
-            f"{values.dtype} {[*values.shape]}"
+            f"{what} to quantise must be a tensor of bfloat16, float16 or float32 with {dims} "
+            f"dimensions; got {values.dtype} of shape {[*values.shape]}"
         )
 
 

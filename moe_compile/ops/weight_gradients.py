@@ -117,11 +117,11 @@ def _num_blocks(rows: torch.Tensor, offs: torch.Tensor) -> Any:
 def _check_rows(rows: torch.Tensor, offs: torch.Tensor, element: str) -> Element:
     if rows.dim() != 2 or rows.dtype not in UNQUANTIZED:
         raise ValueError(
-            f"rows to quantise are a matrix of bfloat16, float16 or float32, not {rows.dtype} "
-            f"{[*rows.shape]}"
+            "rows to quantise must be a matrix of bfloat16, float16 or float32; got "
+            f"{rows.dtype} of shape {[*rows.shape]}"
         )
     if offs.dtype is not torch.int32 or offs.dim() != 1:
-        raise ValueError(f"offs are int32 [E], not {offs.dtype} {[*offs.shape]}")
+        raise ValueError(f"offs must be int32 [E]; got {offs.dtype} of shape {[*offs.shape]}")
     return element_of(BLOCKWISE, element)
 
 
@@ -138,17 +138,27 @@ def _check_operands(
         is_whole = payload.dim() == 3 and payload.shape[2] == BLOCK and payload.dtype in types
         if not is_whole or scales.dim() != 2 or scales.dtype is not torch.float32:
             raise ValueError(
-                f"operands are payloads [B, K, {BLOCK}] of {types} and float32 scales [B, K], not "
-                f"{payload.dtype} {[*payload.shape]} and {scales.dtype} {[*scales.shape]}"
+                f"operands must be payloads [B, K, {BLOCK}] of {types} and float32 scales [B, "
+                f"K]; got {payload.dtype} of shape {[*payload.shape]} and {scales.dtype} of "
+                f"shape {[*scales.shape]}"
             )
-        torch._check(scales.shape[0] == payload.shape[0], lambda: "a block has no scales")
+        torch._check(
+            scales.shape[0] == payload.shape[0],
+            lambda: "each block must have scales, and one has none",
+        )
         if scales.shape[1] != payload.shape[1]:
-            raise ValueError(f"{payload.shape[1]} columns have {scales.shape[1]} scales")
-    torch._check(rows.shape[0] == grads.shape[0], lambda: "rows and gradients differ in blocks")
+            raise ValueError(
+                f"each of {payload.shape[1]} columns must have a scale; got "
+                f"{scales.shape[1]} scales"
+            )
+    torch._check(
+        rows.shape[0] == grads.shape[0],
+        lambda: "rows and gradients must have equally many blocks, and have not",
+    )
     if offs.dtype is not torch.int32 or offs.dim() != 1:
-        raise ValueError(f"offs are int32 [E], not {offs.dtype} {[*offs.shape]}")
+        raise ValueError(f"offs must be int32 [E]; got {offs.dtype} of shape {[*offs.shape]}")
     if dtype not in BLOCKWISE.results:
-        raise ValueError(f"gradients of weights are {[*BLOCKWISE.results]}, not {dtype}")
+        raise ValueError(f"gradients of weights must be one of {[*BLOCKWISE.results]}; got {dtype}")
 
 
 def _fake_columns(

@@ -16,7 +16,7 @@ from moe_compile.plan.choose_plan import Decision
 AUTO_CHUNKS: Final = 2
 """Chunks that "auto" takes where nothing can be priced: one exchange always runs beside compute."""
 BY_PRICE: Final = Left(Reason.BY_PRICE)
-ONE_CHUNK: Final = Left(Reason.NOT_ASKED, "one chunk is asked for")
+ONE_CHUNK: Final = Left(Reason.NOT_ASKED, "the options ask for one chunk")
 
 
 class NumericalChange(enum.Enum):
@@ -64,5 +64,9 @@ def plan_num_chunks(
         return asked, None
     if num_experts >= asked:
         return asked, None
-    detail = "one local expert" if num_experts == 1 else f"{num_experts} experts for {asked} chunks"
+    detail = (
+        "one local expert"
+        if num_experts == 1
+        else f"{asked} chunks need as many local experts, and a rank has {num_experts}"
+    )
     return num_experts, Left(Reason.FEW_EXPERTS, detail)

@@ -141,7 +141,10 @@ def number(formula: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
     """Return the value of `formula`; raise Unevaluable where a symbol has no value."""
     if isinstance(formula, sympy.Symbol):
         if formula not in values:
-            raise Unevaluable(f"the size {formula} comes from outside the region")
+            raise Unevaluable(
+                f"sizes must follow from the counts, but the size {formula} comes from "
+                "outside the region"
+            )
         return values[formula]
     if isinstance(formula, sympy.Integer):
         return int(formula)
@@ -151,7 +154,9 @@ def number(formula: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
     try:
         return int(sympy_interp(PythonReferenceAnalysis, values, formula))
     except KeyError as error:
-        raise Unevaluable(f"the size {error} comes from outside the region") from error
+        raise Unevaluable(
+            f"sizes must follow from the counts, but the size {error} comes from outside the region"
+        ) from error
 
 
 class CountRun:
@@ -333,7 +338,9 @@ def run_kernel(node: fx.Node, value: Callable[[fx.Node], Any]) -> None:
         _interpret(kernel, grid, arguments)
     except FAILURES as error:
         if not torch.cuda.is_available():
-            raise RuntimeError(f"a kernel that cannot run on a CPU: {error}") from error
+            raise RuntimeError(
+                f"an operator must run on a CPU to be evaluated, and cannot: {error}"
+            ) from error
         _run_on_device(kernel, grid, arguments)
 
 

@@ -49,14 +49,15 @@ def grouped_matmul(call: Call) -> Value:
     weight = call.argument("mat2")
     matrices, offs = call.value(weight), call.argument("offs")
     if not isinstance(rows, Rows) or rows.dim != 0 or isinstance(matrices, Rows):
-        raise Left(Reason.ROWS_MIXED, f"{call.name} sums over the rows")
+        raise Left(Reason.ROWS_MIXED, f"{call.name} sums over rows, which must stay apart")
     if offs is None or weight.dim() != 3 or call.argument("bias") is not None:
         raise call.unknown()
     ends = call.value(offs)
     experts = range(call.facts.num_local_experts)
     if not isinstance(ends, Formulas) or len(ends.cells) != len(experts):
         raise Left(
-            Reason.SHARED_PARAMETER, ("the offsets could not be matched to one group per expert")
+            Reason.SHARED_PARAMETER,
+            ("each expert must have one group, and the offsets do not give one group for each"),
         )
     sizes = [b - a for a, b in zip((0, *ends.cells[:-1]), ends.cells, strict=True)]
     check_groups(call, rows.order, sizes)
@@ -67,9 +68,9 @@ def grouped_matmul(call: Call) -> Value:
     known = tuple(num for num in padding if num is not None and num >= 0)
     why_not = None
     if len(known) < len(padding):
-        why_not = "the padding of other experts' groups has no known size"
+        why_not = "the padding of every expert's group must have a known size, and one has not"
     if call.node in call.known.grouped:
-        why_not = "one operator runs several grouped GEMMs"
+        why_not = "one operator runs several grouped GEMMs, which megamoe does not follow"
     call.known.grouped[call.node] = why_not
     call.known.padding[call.node] = known
     return rows
@@ -100,9 +101,15 @@ def check_groups(call: Call, order: Order, sizes: Sequence[sympy.Expr]) -> None:
     if pieces is None or any(
         call.expert_of(piece) != expert for expert, piece in enumerate(pieces[:-1])
     ):
-        raise Left(Reason.SHARED_PARAMETER, "a group holds rows of another expert")
+        raise Left(
+            Reason.SHARED_PARAMETER,
+            "each group must hold rows of one expert alone, and one holds rows of another expert",
+        )
     if not all(is_padding(segment) for segment in pieces[-1]):
-        raise Left(Reason.ROWS_MIXED, "there are rows after the last group")
+        raise Left(
+            Reason.ROWS_MIXED,
+            "every row must be in a group, and there are rows after the last group",
+        )
 
 
 def why_not_sliceable(region: MoERegion, known: Knowledge, gemm: fx.Node) -> str | None:
@@ -115,7 +122,7 @@ def why_not_sliceable(region: MoERegion, known: Knowledge, gemm: fx.Node) -> str
         )
     tensor = tensor_of(weight)
     if tensor is None or not (tensor.is_contiguous() or tensor.mT.is_contiguous()):
-        return "the matrices of its weight are not contiguous in memory"
+        return "each expert's matrix of its weight must be contiguous in memory, and is not"
     if known.has_spread and any(known.padding[gemm]):
         return (
             "padding rows of other experts' groups read a bias, and a sliced GEMM would not fill "

@@ -149,7 +149,17 @@ def _by_index(call: Call, form: Indexing, base: Value, index: Value) -> Value | 
 def _refuse_mask(call: Call) -> None:
     masks = [t for t in call.inputs[1:] if t.dtype is torch.bool]
     if masks and isinstance(call.value(call.inputs[0]), Rows):
-        raise Left(Reason.ROWS_OUT_OF_ORDER, "a boolean mask chooses the rows")
+        raise Left(
+            Reason.ROWS_OUT_OF_ORDER,
+            "rows must be chosen by integers, and a boolean mask chooses them",
+        )
+
+
+def _of_another_order(call: Call) -> str:
+    return (
+        f"{call.name} indexes rows by indices that were computed for another order of these rows, "
+        "from before a sort for example"
+    )
 
 
 def _permuted(base: Value, index: Permutation) -> Value | None:
@@ -197,9 +207,7 @@ def _gather_rows(call: Call, form: Indexing, rows: Rows, index: Value) -> Value:
         raise Left(Reason.VALUE_FROM_COUNTS, call.name)
     if isinstance(index, Permutation):
         if rows.order != index.source:
-            raise Left(
-                Reason.ROWS_MIXED, f"the indices of {call.name} belong to rows in another order"
-            )
+            raise Left(Reason.ROWS_MIXED, _of_another_order(call))
         return Rows(rows.dim, index.target)
     if not isinstance(index, UnknownIndex):
         raise Left(Reason.ROWS_MIXED, call.name)
@@ -288,21 +296,20 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
     if isinstance(index, Permutation):
         behind = rows - length(index.source)
         if order != index.target or not behind.is_nonnegative:
-            raise Left(
-                Reason.ROWS_OUT_OF_ORDER,
-                f"the indices of {call.name} belong to rows in another order",
-            )
+            raise Left(Reason.ROWS_OUT_OF_ORDER, _of_another_order(call))
         return join([index.source, (padding(behind, unfilled=base.is_uninitialised),)])
     selected = order[0].rows if order else None
     if not isinstance(index, UnknownIndex) or not isinstance(selected, Selected):
         raise Left(Reason.ROWS_OUT_OF_ORDER, call.name)
     if selected.index is not index or order[0].start != 0 or length(selected.parent) != rows:
         raise Left(
-            Reason.ROWS_OUT_OF_ORDER, f"{call.name} does not use the index that gathered the rows"
+            Reason.ROWS_OUT_OF_ORDER,
+            f"{call.name} must write rows by the index that gathered them, and uses another index",
         )
     if length(order) != call.shape(form.index)[0]:
         raise Left(
-            Reason.ROWS_OUT_OF_ORDER, f"{call.name} writes other rows than those that were gathered"
+            Reason.ROWS_OUT_OF_ORDER,
+            f"{call.name} must write exactly the rows that were gathered, and writes others",
         )
     if index.is_permutation and len(order) == 1:
         return selected.parent
@@ -310,7 +317,9 @@ def _put_back(call: Call, form: Indexing, order: Order, index: Value, base: Fixe
     rows_known = base.is_uninitialised or None not in call.facts.experts_of(length(order))
     may_add = not form.adds or (base.is_zero and len(order) == 1)
     if not may_add or not rows_known or not padded or index.is_permutation:
-        raise Left(Reason.ROWS_OUT_OF_ORDER, f"{call.name} may leave rows out")
+        raise Left(
+            Reason.ROWS_OUT_OF_ORDER, f"{call.name} must write every row, and may leave some out"
+        )
     call.facts.note_all_rows(selected, length(order))
     return selected.parent
 
@@ -329,9 +338,7 @@ def gather_places(call: Call, form: Indexing, base: Value, places: RunPositions)
     if before is not None:
         order = at_places(before, places)
         if order is None:
-            raise Left(
-                Reason.ROWS_MIXED, f"the indices of {call.name} belong to rows in another order"
-            )
+            raise Left(Reason.ROWS_MIXED, _of_another_order(call))
         return Rows(form.dim, order)
     if isinstance(base, Labels) and base.order == places.source:
         return Labels(places.target, tuple(base.values[i] for i in places.kept))
@@ -355,5 +362,5 @@ def scatter_places(call: Call, form: Indexing, places: RunPositions) -> Value:
         raise call.unknown()
     after = order_after_write(base, places, source, adds=form.adds)
     if after is None:
-        raise Left(Reason.ROWS_MIXED, f"the indices of {call.name} belong to rows in another order")
+        raise Left(Reason.ROWS_MIXED, _of_another_order(call))
     return Rows(form.dim, after)

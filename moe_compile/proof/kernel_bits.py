@@ -101,14 +101,26 @@ class KernelBits:
         """
         del part
         on_a_cpu = any(is_cpu_float(tensor) for call in whole for tensor in call.outputs)
-        return "experts share the vectors and threads of a kernel" if on_a_cpu else ""
+        return (
+            (
+                "experts share the vectors and threads of a kernel, which may round differently "
+                "for some experts than for all"
+            )
+            if on_a_cpu
+            else ""
+        )
 
     def heads(self, core: fx.Node, operands: Sequence[fx.Node], num_kv_heads: int) -> HeadBits:
         """Return the reasons why groups of heads of the attention `core` may round differently."""
         del core, num_kv_heads
         tensors = map(tensor_of, operands)
         on_a_cpu = any(tensor is not None and is_cpu_float(tensor) for tensor in tensors)
-        return HeadBits("heads share the vectors and threads of a kernel" if on_a_cpu else "")
+        return HeadBits(
+            "heads share the vectors and threads of a kernel, which may round differently for "
+            "some heads than for all"
+            if on_a_cpu
+            else ""
+        )
 
 
 def is_cpu_float(tensor: torch.Tensor) -> bool:
@@ -124,7 +136,7 @@ def _of_rows(tensor: torch.Tensor, row_dim: int) -> str:
         return "several threads share the rows"
     sizes = (*tensor.shape[:row_dim], *tensor.shape[row_dim + 1 :])
     if not all(isinstance(size, int) for size in sizes):
-        return "the width of the rows is known at run time only"
+        return "the width of the rows is known at run time only, so rows may not fill whole vectors"
     num_bytes = math.prod(sizes) * tensor.element_size()
     return f"rows of {num_bytes} bytes do not fill whole vectors" if num_bytes % BLOCK_BYTES else ""
 

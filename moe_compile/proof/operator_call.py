@@ -95,11 +95,12 @@ class Knowledge:
             if known is None:
                 raise Left(
                     Reason.UNKNOWN_OPERATOR,
-                    "a tensor is read after a write through another view of its memory",
+                    "a tensor is read after its memory was written through another view, which "
+                    "the proof does not follow",
                 )
             return known
         if isinstance(tensor, FakeTensor):
-            raise Left(Reason.UNKNOWN_OPERATOR, "the origin of a tensor is not known")
+            raise Left(Reason.UNKNOWN_OPERATOR, "it is not known which operator made a tensor")
         return Fixed(values=tensor if is_small_integer(tensor) else None)
 
 

@@ -55,7 +55,11 @@ def _check_stable(call: Call) -> None:
     if call.node in call.known.made_stable:
         call.known.reordered[call.node] = None
     elif not call.argument("stable", False):
-        allowed = "megamoe.numerics = 'bounded' allows it" if is_open_sort(call.node) else ""
+        allowed = (
+            "megamoe.numerics = 'bounded' allows this change of order"
+            if is_open_sort(call.node)
+            else ""
+        )
         raise Left(Reason.UNSTABLE_SORT, allowed or call.name)
 
 

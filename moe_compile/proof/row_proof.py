@@ -225,7 +225,11 @@ class _Proof:
         if isinstance(value, Rows):
             raise Left(Reason.HOST_READ_OF_ROWS)
         if self.facts.num_ranks > 1 and (said := said_to_be(value_of(step.node))) is not None:
-            raise Left(Reason.VALUE_FROM_COUNTS, f"the program asserts that this integer is {said}")
+            raise Left(
+                Reason.VALUE_FROM_COUNTS,
+                f"the program asserts that an integer computed from the counts is {said}, "
+                "and a chunk has other counts",
+            )
         if isinstance(value, Formulas):
             self.facts.read_on_host(value_of(step.node), value.cells[0])
 
@@ -253,7 +257,10 @@ class _Proof:
     def check_reordered(self) -> None:
         """Raise Left where more than a sum may depend on an order that a sort leaves open."""
         for node in self.known.whole if self.known.reordered else ():
-            detail = f"{operator_at(node)} may read several rows of an expert"
+            detail = (
+                f"{operator_at(node)} must compute each row by itself, and may read several "
+                "rows of an expert"
+            )
             raise Left(Reason.UNSTABLE_SORT, detail)
 
     def check_premises(self, trace: Trace) -> int:
@@ -320,7 +327,10 @@ def gradient_of(known: Knowledge, step: GradientOf) -> Value:
     """Return the value of the gradient of a result: that of the result, row by row."""
     result = known.value(step.result)
     if not isinstance(result, Rows | OfExpert):
-        raise Left(Reason.UNKNOWN_OPERATOR, f"{operator_at(step.node)} has a result without rows")
+        raise Left(
+            Reason.UNKNOWN_OPERATOR,
+            f"{operator_at(step.node)} must return rows, and one of its results has none",
+        )
     return result
 
 
@@ -406,9 +416,16 @@ def checked(facts: CountFacts, tensor: torch.Tensor, value: Value) -> Value:
     if isinstance(value, Rows):
         others = (*tensor.shape[: value.dim], *tensor.shape[value.dim + 1 :])
         if any(facts.depends_on_counts(other) for other in others):
-            raise Left(Reason.SIZE_FROM_COUNTS, f"a tensor has the shape {list(tensor.shape)}")
+            raise Left(
+                Reason.SIZE_FROM_COUNTS,
+                "a tensor must have its rows in one dimension, and has the shape "
+                f"{list(tensor.shape)}",
+            )
         if value.dim == 0 and is_channels_last(tensor):
-            raise Left(Reason.UNKNOWN_OPERATOR, "rows are laid out channels last")
+            raise Left(
+                Reason.UNKNOWN_OPERATOR,
+                "rows must be contiguous in memory, and are laid out channels last",
+            )
     sized = _sized(tensor, value)
     if sized is None:
         return value

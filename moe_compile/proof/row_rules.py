@@ -77,7 +77,8 @@ def apply(call: Call) -> Value | list[Value]:
     if any(isinstance(v, OfExpert) for v in values):
         raise Left(
             Reason.ROWS_MIXED,
-            f"{call.name} reads a value that is computed from all rows of an expert",
+            f"{call.name} must compute each row by itself, but reads a value that is computed "
+            "from all rows of an expert",
         )
     if any(isinstance(v, PerExpertTable) for v in values):
         return grouped_rules.with_spread(call)
@@ -175,4 +176,8 @@ def check_arguments(call: Call) -> None:
             given, default = call.argument(declared.name), declared.default_value
             # types first: a size known only at run time has no value to compare
             if (type(given), given) != (type(default), default):
-                raise Left(Reason.UNKNOWN_OPERATOR, f"{call.name} is called with {declared.name}")
+                raise Left(
+                    Reason.UNKNOWN_OPERATOR,
+                    f"{call.name} is called with the argument {declared.name}, for which "
+                    "megamoe has no rule",
+                )

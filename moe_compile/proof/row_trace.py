@@ -154,8 +154,8 @@ class _Runner:
             made = self.env[node] = self._made(node)
             if (types := _types(made)) != (found := _types(value_of(node))) and found:
                 detail = (
-                    f"its results have the dtypes {types} in megamoe's trace, but {found} in the "
-                    "graph"
+                    f"its results have the dtypes {types} in megamoe's own trace, and differ "
+                    f"from the graph's, {found}"
                 )
                 raise _Stopped(node, Left(Reason.UNKNOWN_OPERATOR, detail))
             if isinstance(made, torch.Tensor):
@@ -319,7 +319,9 @@ class InnerRun:
         if target.name() == CHECKPOINT:
             return self._run(graphs[0], arguments)
         if node.kwargs.get("dirty_idx"):
-            raise NotRun(Reason.UNKNOWN_OPERATOR, f"{FUNCTION} writes to its arguments")
+            raise NotRun(
+                Reason.UNKNOWN_OPERATOR, f"{FUNCTION} must not write to its arguments, and does"
+            )
         return self._function(graphs, arguments)
 
     def _function(self, graphs: Sequence[fx.Graph], arguments: Sequence[Any]) -> Any:
@@ -333,7 +335,8 @@ class InnerRun:
         if len(returned) != len(arguments):
             raise NotRun(
                 Reason.UNKNOWN_OPERATOR,
-                f"{FUNCTION} returns gradients for another number of arguments",
+                f"{FUNCTION} must return one gradient for each argument, and returns another "
+                "number",
             )
         pairs = zip(returned, arguments, strict=True)
         for gradient, argument in pairs:
@@ -354,7 +357,7 @@ class InnerRun:
                     env[node] = self._inner(node, env)
                 if isinstance(env[node], torch.Tensor):
                     self._steps.append(Produced(node, env[node]))
-        raise NotRun(Reason.UNKNOWN_OPERATOR, "an inner graph has no result")
+        raise NotRun(Reason.UNKNOWN_OPERATOR, "an inner graph must have a result, and has none")
 
     def _inner(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         if is_launch(node):
@@ -362,7 +365,8 @@ class InnerRun:
         if node.op == "call_method" and node.target in ("item", "tolist"):
             raise NotRun(
                 Reason.UNKNOWN_OPERATOR,
-                f"{operator_at(node)}: the host reads a value inside an inner graph",
+                f"{operator_at(node)}: the host must not read a value inside an inner graph (a "
+                "checkpointed function), and does",
             )
         if not is_higher_order(node):
             return run_node(node, env.__getitem__)

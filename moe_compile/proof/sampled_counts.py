@@ -181,7 +181,9 @@ def _check_read(facts: CountFacts, step: Step, run: OneRun) -> None:
     if isinstance(step, HostRead):
         formula = facts.formula_read(value_of(step.node))
         if formula is not None and number(formula, run.sample) != int(run.tensor(step.tensor)):
-            raise Differs(f"the integer of {operator_at(step.node)} is not {formula}")
+            raise Differs(
+                f"the integer of {operator_at(step.node)} must equal {formula}, and does not"
+            )
 
 
 class HostRun:
@@ -295,15 +297,15 @@ class SampledRows:
         first = self._length(stretch.start)
         end = first + self._length(stretch.length)
         if not 0 <= first <= end <= len(numbers):
-            raise Differs("the groups are longer than the index")
+            raise Differs("groups must have as many rows in all as the index, and have more")
         return _Numbered(numbers[first:end], experts[first:end])
 
     def _choose(self, rows: Selected) -> _Numbered:
         if rows.index not in self._indices:
-            raise Unevaluable("an index was not computed")
+            raise Unevaluable("an index must be computable from the counts, and is not")
         index, (numbers, experts) = self._indices[rows.index], self._order(rows.parent)
         if ((index < -len(numbers)) | (index >= len(numbers))).any():
-            raise Differs("an index points beyond the rows")
+            raise Differs("an index must point to received rows, and points beyond them")
         return _Numbered(numbers[index], experts[index])
 
     def check_premise(self, premise: Premise) -> None:
@@ -319,9 +321,13 @@ class SampledRows:
         chosen, _ = self._chosen(premise)
         found, whose = chosen[chosen >= 0], f"experts {sorted(premise.experts)}"
         if not torch.equal(found.sort().values, whole):
-            raise Differs(f"an index leaves out or adds rows of {whose}")
+            raise Differs(
+                f"an index must have every row of {whose} once, and leaves out or adds some"
+            )
         if len(premise.experts) == 1 and not torch.equal(chosen[: len(found)], whole):
-            raise Differs(f"rows of {whose} are not in the order received")
+            raise Differs(
+                f"rows of {whose} must stay in the order in which they were received, and do not"
+            )
 
     def check(self, claim: Claim, tensor: torch.Tensor) -> None:
         """Raise unless `tensor` holds the integers that the proof followed."""
@@ -329,7 +335,7 @@ class SampledRows:
         if isinstance(value, IndexPerColumn):
             columns = tensor.flatten(1)
             if not torch.equal(columns, columns[:, :1].expand_as(columns)):
-                raise Differs("an index has different values within one row")
+                raise Differs("an index must be the same in all columns of a row, and is not")
             claim = Claim(claim.moment, claim.tensor, value.index)
             self.check(claim, columns[:, 0])
             return
@@ -352,7 +358,9 @@ class SampledRows:
             assert isinstance(value, UnknownIndex)
             holds = self._check_opaque(value, tensor)
         if not holds:
-            raise Differs(f"a value ({type(value).__name__}) is not the one that the proof assumed")
+            raise Differs(
+                f"a value ({type(value).__name__}) differs from the value that the proof assumed"
+            )
 
     def _check_opaque(self, value: UnknownIndex, tensor: torch.Tensor) -> bool:
         if tensor.dim() == 1 and not tensor.is_floating_point():

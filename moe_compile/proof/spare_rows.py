@@ -75,7 +75,9 @@ def check_spare_rows(region: MoERegion, proof: RowProof, needs: BodyNeeds) -> Le
     except Left as refused:
         return refused
     except (Unevaluable, TooLarge, *FAILURES) as error:
-        detail = f"with rows behind: {type(error).__name__}: {error}"[:200]
+        detail = (
+            f"traced with padding rows after the counted rows: {type(error).__name__}: {error}"
+        )[:200]
         return Left(Reason.PREMISE_UNCHECKED, detail)
     return None
 
@@ -87,10 +89,15 @@ def _check(region: MoERegion, run: CountRun, rows: _Steps, sample: Sample) -> No
     for spare in SPARE_ROWS:
         labels = rows.labelled(run, sample, region, spare)
         if not torch.equal(labels.of(rows.sent)[:num_rows], own):
-            raise Left(Reason.ROWS_OUT_OF_ORDER, "with rows behind those of the counts")
+            raise Left(
+                Reason.ROWS_OUT_OF_ORDER,
+                "the counted rows must come back in order if padding rows follow them, and do not",
+            )
         expected = labels.groups if expected is None else expected
         if not all(map(torch.equal, labels.groups, expected)):
-            raise Left(Reason.ROWS_MIXED, "a group has other rows with rows behind")
+            raise Left(
+                Reason.ROWS_MIXED, "a group gets other rows if padding rows follow the counted rows"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +197,11 @@ class _Labels:
     def set(self, tensor: torch.Tensor, labels: torch.Tensor) -> None:
         """Note the labels of a new tensor; raise Left where it has another number of places."""
         if self._length(tensor) != len(labels):
-            raise Left(Reason.SIZE_FROM_COUNTS, "with rows behind those of the counts")
+            raise Left(
+                Reason.SIZE_FROM_COUNTS,
+                "a tensor must have a place for each row if padding rows follow the counted rows, "
+                "and has not",
+            )
         self._memory[id(tensor)] = _Memory(labels)
 
     def _length(self, tensor: torch.Tensor) -> int:
@@ -203,7 +214,10 @@ class _Labels:
         name = "" if func is None else str(func._schema.name).removeprefix("aten::")
         rule = RULES.get(name, _Labels._change if step.is_pointwise else None)
         if rule is None:
-            raise Left(Reason.UNKNOWN_OPERATOR, f"{name} of rows, with rows behind")
+            raise Left(
+                Reason.UNKNOWN_OPERATOR,
+                f"it is not known what {name} does to padding rows that follow the counted rows",
+            )
         rule(self, step, name)
 
     def _rows(self, step: Operator) -> list[torch.Tensor]:
@@ -233,7 +247,10 @@ class _Labels:
         first, *others = given if isinstance(given, list | tuple) else [given]
         is_plain = first is not None and first.dim() == 1 and not any(o is not None for o in others)
         if not is_plain or first.dtype is torch.bool or step.argument("dim", 0) != 0:
-            raise Left(Reason.UNKNOWN_OPERATOR, f"{step.name} by something else than one index")
+            raise Left(
+                Reason.UNKNOWN_OPERATOR,
+                f"{step.name} must index rows by one vector of integers, and does not",
+            )
         return self.run.tensor(first).long()
 
     def _write(self, step: Operator, name: str) -> None:
@@ -242,14 +259,21 @@ class _Labels:
         given = step.argument("source" if name == "index_copy" else "values")
         values, memory = self.of(given), self._memory[id(base)]
         if step.argument("accumulate", False) or memory.is_cut or len(values) != len(index):
-            raise Left(Reason.UNKNOWN_OPERATOR, f"{step.name} of rows, with rows behind")
+            raise Left(
+                Reason.UNKNOWN_OPERATOR,
+                f"it is not known what {step.name} does to padding rows that follow the counted "
+                "rows",
+            )
         labels = memory.labels.clone()
         index = torch.where(index < 0, index + len(labels), index)
         labels[index] = values
         written = torch.bincount(index, minlength=len(labels))
         mixed = torch.zeros_like(written).index_add(0, index, (values < 0).long()) > 0
         if ((written > 1) & ~mixed).any():
-            raise Left(Reason.ROWS_MIXED, "several rows are written to one place")
+            raise Left(
+                Reason.ROWS_MIXED,
+                "each place must be written once, and several rows are written to one",
+            )
         labels[mixed] = SPARE
         if step.func._schema.is_mutable:
             memory.labels = labels
@@ -278,7 +302,7 @@ class _Labels:
         dims = {step.argument("dim", 0) % t.dim() for t in rows}
         labels = self.of(rows[0])
         if 0 in dims or not all(torch.equal(self.of(t), labels) for t in rows):
-            raise Left(Reason.ROWS_MIXED, f"{step.name} of rows in different orders")
+            raise Left(Reason.ROWS_MIXED, f"{step.name} combines rows in different orders")
         for made in step.outputs:
             self.set(made, labels)
             self._memory[id(made)].is_cut = True
@@ -297,7 +321,11 @@ class _Labels:
         labels, groups = self.of(rows), self.run.tensor(ends).long()
         last = int(groups[-1])
         if last > len(labels) or (labels[:last] == SPARE).any() or (labels[last:] >= 0).any():
-            raise Left(Reason.ROWS_MIXED, "groups with other rows than those of the counts")
+            raise Left(
+                Reason.ROWS_MIXED,
+                "groups must hold exactly the counted rows, and hold others where padding "
+                "rows follow these",
+            )
         self.groups += [groups, labels[:last]]
         made = labels.clone()
         made[last:] = SPARE
@@ -314,10 +342,14 @@ class _Labels:
             self.set(step.out, torch.full((self._length(step.out),), CONSTANT, device="cpu"))
             return
         if others or not is_apart or step.out.dim() == 0:
-            raise Left(Reason.UNKNOWN_OPERATOR, f"{name} of rows and others, with rows behind")
+            raise Left(
+                Reason.UNKNOWN_OPERATOR,
+                f"{name} combines rows with other tensors, although padding rows follow the "
+                "counted rows",
+            )
         alike = all(torch.equal(labels[0], other) for other in labels[1:])
         if not alike:
-            raise Left(Reason.ROWS_MIXED, f"{name} of rows in different orders")
+            raise Left(Reason.ROWS_MIXED, f"{name} combines rows in different orders")
         shares = storages_of(step.out) == storages_of(rows[0])
         memory = self._memory[id(rows[0])] if shares else _Memory(labels[0])
         self._memory[id(step.out)] = memory

@@ -90,7 +90,9 @@ def _pieces(call: Call, order: Order, sizes: list[sympy.Expr]) -> list[Order]:
     pieces = cut(order, sizes)
     if pieces is None:
         raise Left(
-            Reason.ROWS_MIXED, f"{call.name} cuts between rows that one expert got from one rank"
+            Reason.ROWS_MIXED,
+            f"{call.name} must cut between experts or ranks, but cuts between rows that "
+            "one expert got from one rank",
         )
     return pieces
 
@@ -101,8 +103,8 @@ def _kept(call: Call, order: Order, piece: Order) -> Order:
         is_part = is_selected(segment) and segment not in order
         if is_part and not call.facts.note_experts_of(segment):
             detail = (
-                f"{call.name} cuts rows whose order is not known, and not at the end of an "
-                "expert's rows"
+                f"{call.name} must cut at the end of an expert's rows, and cuts rows in an "
+                "unknown order elsewhere"
             )
             raise Left(Reason.ROWS_MIXED, detail)
     return piece
@@ -116,7 +118,9 @@ def sliced(call: Call) -> Value | None:
     total = length(rows.order)
     start, end = slice_bounds(call, total)
     if call.facts.formula(call.argument("step", 1)) != 1:
-        raise Left(Reason.ROWS_MIXED, "only every n-th row is taken")
+        raise Left(
+            Reason.ROWS_MIXED, "a slice must take all rows of a range, and takes only every n-th"
+        )
     if start == 0 and end == total:
         return rows
     _, kept, _ = _pieces(call, rows.order, [start, end - start])
@@ -144,11 +148,13 @@ def split(call: Call) -> list[Value] | None:
         return None
     sizes = call.argument("split_sizes")
     if sizes is None:
-        raise Left(Reason.ROWS_MIXED, "the rows are split into equal parts")
+        raise Left(
+            Reason.ROWS_MIXED, "rows must be split by counts, and are split into equal parts"
+        )
     formulas = [call.facts.formula(size) for size in sizes]
     *pieces, rest = _pieces(call, rows.order, formulas)
     if rest:
-        raise Left(Reason.ROWS_MIXED, "a split leaves out some of the rows")
+        raise Left(Reason.ROWS_MIXED, "a split must have all of the rows, and leaves some out")
     return [Rows(rows.dim, _kept(call, rows.order, piece)) for piece in pieces]
 
 

@@ -142,7 +142,11 @@ def _check(
             if meet or (len(own) < len(factors) and all(tensor is not one for one in alike)):
                 raise Left(Reason.ROWS_FROM_OUTSIDE, call.name)
     if are_mixed:
-        raise Left(Reason.ROWS_MIXED, f"{call.name} works along the rows")
+        raise Left(
+            Reason.ROWS_MIXED,
+            f"{call.name} must compute each row by itself, but works along the dimension of "
+            "the rows",
+        )
     _check_sizes(call, flow, rows)
 
 
@@ -152,7 +156,9 @@ def _check_sizes(call: Call, flow: Flow, rows: Factor) -> None:
         for dim, size in zip(flow.dims(tensor), tensor.shape, strict=True):
             if not holds(dim, rows) and call.facts.depends_on_counts(size):
                 raise Left(
-                    Reason.SIZE_FROM_COUNTS, f"{call.name} has a dimension of {size} entries"
+                    Reason.SIZE_FROM_COUNTS,
+                    f"{call.name} has a dimension, other than that of the rows, whose "
+                    f"size {size} depends on the counts",
                 )
 
 
@@ -160,7 +166,10 @@ def _place(call: Call, flow: Flow, tensor: torch.Tensor, rows: Factor) -> int:
     """Return the dimension of a result that holds the rows, and nothing else."""
     found = [] if flow.of(tensor).dims is None else flow.dims(tensor)
     if found.count([rows]) > 1:
-        raise Left(Reason.ROWS_MIXED, f"two dimensions of the result of {call.name} hold rows")
+        raise Left(
+            Reason.ROWS_MIXED,
+            f"the result of {call.name} must have rows in one dimension, and has rows in two",
+        )
     if [rows] not in found:
         raise call.unknown()
     return found.index([rows])

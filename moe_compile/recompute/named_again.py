@@ -39,7 +39,9 @@ from moe_compile.recompute.storages import of_the_backward
 EXCHANGES_OF: Final = "moe"
 """The name that includes exchanges."""
 CHECKPOINTED: Final = "the model's own activation checkpointing decides there"
-NOT_READ: Final = "the backward pass reads none of it, or nothing but what is never computed again"
+NOT_READ: Final = (
+    "the backward pass reads none of its results, or only results that are never computed again"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

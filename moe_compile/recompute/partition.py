@@ -145,6 +145,6 @@ def _left(graph: fx.Graph, config: MegaMoEConfig) -> Verdict | None:
     if not (config.equal_tokens and has_static_inputs(graph)):
         return Verdict(candidate=CANDIDATE, reason=Reason.NO_PRICE, option=NAME)
     if config.activation_budget == 1:
-        detail = "activation_budget is 1.0, so that all is kept"
+        detail = "activation_budget is 1.0, so everything is kept"
         return Verdict(candidate=CANDIDATE, reason=Reason.NOT_ASKED, detail=detail, option=NAME)
     return None

@@ -179,7 +179,7 @@ class CountFacts:
             if not whole or experts != list(range(self.num_local_experts)):
                 raise Left(
                     Reason.NO_COUNT_EXCHANGE,
-                    f"the split size of rank {rank}, {size}, is not the sum of its counts",
+                    f"the split size of rank {rank} must be the sum of its counts, and is {size}",
                 )
             found.append(mine)
         return found

@@ -115,7 +115,7 @@ class _Search:
             detail = f"a reduce-scatter returns their sums, at {source_place(back) or back.name}"
             return Verdict(candidate=dispatch.name, reason=Reason.TOKENS_GATHERED, detail=detail)
         if not is_all_to_all(dispatch):
-            detail = "it is a gather, a reduction or a broadcast"
+            detail = "it must be an all-to-all, and is a gather, a reduction or a broadcast"
             return Verdict(
                 candidate=dispatch.name, reason=Reason.NO_ROWS, detail=detail, is_told=False
             )
@@ -160,7 +160,7 @@ class _Search:
             return refused
         hops = ", ".join(dict.fromkeys(of_region[n].name for n in launches if n in inside))
         first, last = match.payloads.main, match.payloads.combines[-1]
-        detail = f"it contains {hops}, between {operator_at(first)} and {operator_at(last)}"
+        detail = f"it holds {hops}, between {operator_at(first)} and {operator_at(last)}"
         return replace(refused, reason=Reason.OUTER_HOP, detail=detail)
 
     def _reduce_scatter_of(self, gather: fx.Node) -> fx.Node | None:
@@ -227,7 +227,9 @@ def _region(match: _Match, facts: GraphFacts, name: str) -> MoERegion | Verdict:
         return refuse(Reason.COUNTS_NOT_COUNTED, operator_at(counts))
     if num_experts % num_ranks or not num_experts:
         return refuse(
-            Reason.UNEVEN_EXPERTS, f"{num_experts} counts do not divide over {num_ranks} ranks"
+            Reason.UNEVEN_EXPERTS,
+            f"every rank must have equally many experts, but {num_experts} counts do not "
+            f"divide over {num_ranks} ranks",
         )
 
     inputs = {*(one.sent for one in there), counts, got}
@@ -236,7 +238,10 @@ def _region(match: _Match, facts: GraphFacts, name: str) -> MoERegion | Verdict:
     up = dependence.above([one.result for one in back], stops=given)
     body = sorted((up & down) - given, key=dependence.position.__getitem__)
     if exchange in body:
-        return refuse(Reason.COMMUNICATES, "the received counts are read before their last wait")
+        return refuse(
+            Reason.COMMUNICATES,
+            "the received counts must be read after their last wait, and are read before it",
+        )
     inside = set(body)
     on_rows = dependence.below(payloads.dispatches)
     *back_beside, last = sorted(back, key=lambda one: one.result)

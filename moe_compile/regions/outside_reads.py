@@ -52,7 +52,9 @@ class Reads:
             elif not (is_summed and outside.is_given and _is_known_leaf(node)):
                 raise Left(Reason.SHARED_PARAMETER, operator_at(node))
             elif not self.may_share:
-                detail = f"{operator_at(node)}: megamoe.numerics = 'bounded' allows it"
+                detail = (
+                    f"{operator_at(node)}: megamoe.numerics = 'bounded' allows this change of order"
+                )
                 raise Left(Reason.SHARED_PARAMETER, detail)
             else:
                 self.shared[node] = None

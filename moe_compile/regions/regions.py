@@ -95,11 +95,18 @@ class MoERegion:
         """Raise ContractViolation when the pieces do not fit together."""
         ends = [back.result for back in self.back_beside]
         if not (self.count_exchange < self.dispatch < self.combine < self.result):
-            raise ContractViolation(f"{self.name}: exchanges out of order")
+            raise ContractViolation(
+                f"{self.name}: its dispatch must come before its combine, and does not"
+            )
         if any(end >= self.result for end in ends):
-            raise ContractViolation(f"{self.name}: something comes back after its result")
+            raise ContractViolation(
+                f"{self.name}: all its exchanges must come before its result, and one comes "
+                "after it"
+            )
         if self.num_ranks < 1 or self.num_local_experts < 1:
-            raise ContractViolation(f"{self.name}: no ranks or no experts")
+            raise ContractViolation(
+                f"{self.name}: it must have at least one rank and one expert, and has not"
+            )
 
     @property
     def dispatched(self) -> tuple[Exchange, ...]:

@@ -78,7 +78,7 @@ def _check_motion(rewrite: Replacement, legality: Legality) -> Left | None:
             return Left(Reason.GRADIENT_ORDER, detail)
     if (overtaken := find_overtaken(region, bulk)) is not None:
         writer, reader = overtaken
-        detail = f"{operator_at(writer)} would run before {operator_at(reader)}"
+        detail = f"{operator_at(writer)} would write a tensor before {operator_at(reader)} reads it"
         return Left(Reason.MUTATED_MEANWHILE, detail)
     return None
 

@@ -78,7 +78,10 @@ def find_scored_rows(region: MoERegion) -> ScoredRows:
     if not given:
         raise Left(Reason.ALREADY_DONE, "no score multiplies the rows that come back")
     if len(given) > 1:
-        raise Left(Reason.NOT_BY_ROW, f"{operator_at(sums.total)}: two factors multiply each row")
+        raise Left(
+            Reason.NOT_BY_ROW,
+            f"{operator_at(sums.total)}: one score must multiply each row, and two factors do",
+        )
     (scores,), order = given, None
     if not holds_fractions(scores):
         raise Left(Reason.NOT_BY_ROW, operator_at(scores))
@@ -125,7 +128,11 @@ def _late(region: MoERegion, needed: list[fx.Node]) -> tuple[fx.Node, ...]:
     of_rows = dependence.below(one.launch for one in region.dispatched)
     for node in late:
         if node in of_rows:
-            raise Left(Reason.NOT_BY_ROW, f"{operator_at(node)} computes scores from the rows")
+            raise Left(
+                Reason.NOT_BY_ROW,
+                f"{operator_at(node)} computes scores from the rows, but they must be known "
+                "before the experts run",
+            )
         if not is_pure(node):
             is_write = node in dependence.writes
             raise Left(Reason.WRITTEN if is_write else Reason.UNKNOWN_OPERATOR, operator_at(node))

@@ -105,7 +105,9 @@ def _size(size: Any, number: int) -> int:
     """Return a size with `number` for each symbol; raise ValueError for a data-dependent one."""
     expression = sympy.sympify(expression_of(size))
     if free_unbacked_symbols(expression):
-        raise ValueError(f"{expression} is known at run time only")
+        raise ValueError(
+            f"{expression} must be known at compile time, and is known at run time only"
+        )
     return int(expression.subs(dict.fromkeys(expression.free_symbols, number)))
 
 
@@ -113,7 +115,7 @@ def _choices(shape: Sequence[int], num_choices: int) -> Iterator[torch.Tensor]:
     """Yield k different drawn choices for each token, then the last k experts for all tokens."""
     *tokens, k = shape
     if math.prod(tokens) * num_choices > MOST_ELEMENTS:
-        raise ValueError("there are too many choices to draw")
+        raise ValueError("the layer has more tokens times experts than megamoe samples")
     generator = torch.Generator().manual_seed(SEED)
     drawn = torch.rand(*tokens, num_choices, generator=generator, device="cpu")
     yield drawn.topk(k)[1]
@@ -135,7 +137,7 @@ def _run(
         for node in steps:
             made = tensor_of(node)
             if made is not None and _elements(made, number) > MOST_ELEMENTS:
-                raise ValueError(f"{node} has too many elements")
+                raise ValueError(f"{node} has more elements than megamoe samples")
             args = on_cpu(fx.node.map_arg(node.args, real))
             kwargs = on_cpu(fx.node.map_arg(node.kwargs, real))
             values[node] = _function(node)(*args, **kwargs)
@@ -156,7 +158,7 @@ def _histogram(
     labels, times = input.unique(return_counts=True)
     places = bins_of(labels.tolist(), input.dtype, bins, min, max)
     if places is None:
-        raise ValueError("the bins of histc are not known")
+        raise ValueError("the bins of histc must be Python numbers, and are not")
     inside = torch.tensor([place is not None for place in places])
     found = torch.tensor([place for place in places if place is not None], dtype=torch.int64)
     return input.new_zeros(bins).scatter_add(0, found, times[inside].to(input.dtype))

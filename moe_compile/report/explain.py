@@ -104,7 +104,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     for place in report.get("graph_breaks", ()):  # none in reports of earlier versions
         yield f"Dynamo ends a graph at {place}"
     for place in dict.fromkeys(_read_alone(report)):
-        yield f"The host reads a single integer at {place}"
+        yield f"The host reads a single integer, and may wait for it, at {place}"
     yield from dict.fromkeys(text for graph in report["graphs"] if (text := _kept(graph)))
     yield from dict.fromkeys(lines_of_named_parts(report))
     yield from dict.fromkeys(_offloaded(report))
@@ -112,7 +112,10 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"Rewrite {line}" for line in rewrites)
     yield from report.get("warnings", ())
     if not report["compilations"] and not rewrites:
-        yield "No MoE region was found; the code is Inductor's alone."
+        yield (
+            "No MoE region was found, so megamoe changed nothing, and Inductor compiled the "
+            "program as written."
+        )
     yield from names_without_effect(report)
     yield from report.get("regions_not_found", ())
 
@@ -289,8 +292,9 @@ def _slowdowns(report: Mapping[str, Any]) -> str:
         for key in ("contention", "overlap_slowdown")
     )
     return (
-        f"In these times compute is up to {by_collectives:.0%} slower beside a collective, and a "
-        f"collective is up to {by_compute:.0%} slower beside compute."
+        f"These times assume that compute is up to {by_collectives:.0%} slower while a "
+        f"collective runs than alone, and a collective up to {by_compute:.0%} slower while "
+        "compute runs."
     )
 
 

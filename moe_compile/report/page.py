@@ -240,7 +240,7 @@ def _advice(where: str, report: Mapping[str, Any]) -> str:
             fastest = min(advice, key=lambda one: one["predicted_us"])
             gain = region["decision"]["predicted_us"] - fastest["predicted_us"]
             is_lossy = fastest["is_lossy"]
-            why = "it changes bits" if is_lossy else "the options ask for another rewrite"
+            why = "it changes bits" if is_lossy else "the options ask for a different rewrite"
             return f"{_ms(gain)} by {fastest['candidate']}, not chosen because {why}"
     return ""
 

@@ -25,7 +25,9 @@ CHUNKED: Final = "chunked"
 ALL_GATHERED: Final = "all-gathered"
 IN_TWO_HOPS: Final = "dispatched in two hops"
 NO_READS: Final = "without host reads"
-STANDS_IN: Final = "the program for steps whose rows have no room, and for validation"
+STANDS_IN: Final = (
+    "this program runs in steps whose rows do not fit into the buffers, and in validation"
+)
 LEFT_WHOLE: Final = "left whole"
 """Verdicts on regions that are proven; on others the verdict is the reason."""
 
@@ -180,7 +182,7 @@ def _named(decision: Decision) -> list[Priced]:
 
 def _advice(one: Priced, decision: Decision) -> str:
     less = 1.0 - one.us / decision.chosen.us
-    why = "it changes bits" if one.is_lossy else "the options ask for another rewrite"
+    why = "it changes bits" if one.is_lossy else "the options ask for a different rewrite"
     return (
         f"faster, but not chosen because {why}: {one.candidate}, with {less:.1%} less predicted "
         "time"

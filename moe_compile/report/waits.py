@@ -134,7 +134,10 @@ def print_waits(
     shown = waits if verbose else waits[:MOST_ROWS]
     console.print(_table(shown))
     if len(waits) > len(shown):
-        console.print(f"{len(waits) - len(shown)} others have shorter waits; --verbose lists them.")
+        console.print(
+            f"{len(waits) - len(shown)} more collectives have shorter waits than these; "
+            "--verbose lists them."
+        )
     line = _of_a_step(max(ranks, key=RankWaits.ms_per_step), predicted_ms)
     console.print(line, highlight=False, soft_wrap=True)
 

@@ -305,8 +305,8 @@ class Agreement:
             if waited_s > limit_s:
                 raise RankDisagreement(
                     f"{answers.silence()} within {limit_s:.0f} s, the time-out of the process "
-                    "group: these ranks are late, run another program (one that is not compiled, "
-                    "for example), or have ended"
+                    "group: these ranks are late, run a different program (one that is not "
+                    "compiled, for example), or have ended"
                 )
             if waited_s > SILENCE_S and not is_said:
                 is_said = True

@@ -139,11 +139,15 @@ def check_seats(ranks: Sequence[int], seats: Sequence[Seat]) -> int:
         )
     if len(ranks) % num_local:
         raise _misfit(
-            f"a group of {len(ranks)} ranks does not divide into nodes of {num_local} ranks"
+            f"a group of {len(ranks)} ranks must divide into nodes of {num_local} ranks each, "
+            "and does not"
         )
     for seat in seats:
         if seat.rank not in ranks:
-            raise _misfit(f"rank {seat.rank} is not in the group {list(ranks)}")
+            raise _misfit(
+                f"every rank that registers must be in the group {list(ranks)}, and rank "
+                f"{seat.rank} is not"
+            )
         node, place = divmod(list(ranks).index(seat.rank), num_local)
         first = node * num_local
         for name, said, wanted in (

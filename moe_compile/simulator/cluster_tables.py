@@ -89,7 +89,7 @@ def print_predictions(rows: Sequence[Prediction], title: str, console: Console) 
     console.print(
         f"{NOTE} *: schedules that megamoe runs. exposed: time of collectives while no compute "
         "runs. of bound: time of a step if collectives took no time, divided by its time. GB: "
-        "memory without that of the allocator and of NCCL. over: how much faster than "
+        "memory without that of the allocator and of NCCL. over: speed, divided by the speed of "
         f"{rows[0].schedule!r}."
     )
     if not fits:
@@ -135,7 +135,10 @@ def print_checks(checks: Sequence[Check], console: Console) -> None:
         console.print(table)
         error = check.heldout_mape_percent
         if error is None:
-            console.print("Every row was used in the fit, so this table is no evidence.")
+            console.print(
+                "Every row was used in the fit, so the errors of this table say nothing "
+                "about other runs."
+            )
         else:
             console.print(
                 f"Mean absolute error of the rows that were not used in the fit: {error:.1f} %."
@@ -160,10 +163,13 @@ def print_changes(changes: Sequence[Change], own: Change, gpus: int, console: Co
         )
     console.print(table)
     console.print(
-        f"megamoe and its recipe have these changes: {own.by}. With these changes alone: "
-        f"{own.seconds:.2f} s, {own.total_gain:.2f}x."
+        f"megamoe and its recipe have these changes: {own.by}. With these changes alone a step "
+        f"is predicted at {own.seconds:.2f} s, {own.total_gain:.2f} times as fast as "
+        "Megatron-LM's."
     )
-    console.print(f"{NOTE} In another order, each change gains a different amount.")
+    console.print(
+        f"{NOTE} If the changes were made in a different order, each would gain a different amount."
+    )
 
 
 def print_bounds(bounds: Sequence[ScheduleBound], title: str, console: Console) -> None:
@@ -183,18 +189,20 @@ def print_bounds(bounds: Sequence[ScheduleBound], title: str, console: Console) 
         )
     console.print(table)
     console.print(
-        f"{NOTE} Figures are of one layer, forward and backward. Schedules are in % of the "
-        "ideal: first with bf16 rows, then with fp8 rows. over TP: time of tensor parallelism "
-        "with nothing overlapped, divided by the ideal."
+        f"{NOTE} Figures are of one layer, forward and backward. ideal: the time if collectives "
+        "took no time. Columns of schedules: their speed in % of the ideal speed, first with "
+        "bf16 rows, then with fp8 rows. over TP: time of tensor parallelism with nothing "
+        "overlapped, divided by the ideal time."
     )
 
 
 def print_part_shares(rows: Sequence[PartShares], cluster: str, console: Console) -> None:
     """Print how near parts of the batch come to free collectives."""
     table = Table(title=f"Parts of the batch on {cluster}, rows in fp8", box=SIMPLE_HEAD)
+    columns = [*rows[0].shares]
     for heading in ("model", "way", "products"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("link %", *rows[0].shares, "limit", "packed apart"):
+    for heading in ("link %", *columns, "limit", "packed apart"):
         table.add_column(heading, justify="right")
     for row in rows:
         shares = (*row.shares.values(), row.limit, row.with_packing)
@@ -203,12 +211,14 @@ def print_part_shares(rows: Sequence[PartShares], cluster: str, console: Console
         table.add_row(row.model, row.way, row.products, link, *figures)
     console.print(table)
     console.print(
-        f"{NOTE} Figures are in %: the time of one layer, forward and backward, if collectives "
-        "took no time, divided by its time. Each rank has as many sequences as parts. The cost of "
-        "megamoe's own operators is included. blocks: number of layers that are scheduled as one. "
-        "link: time of collectives, in % of compute. limit: the highest figure that any order of "
-        "the kernels of the column before can reach. packed apart: the figure of that column if "
-        "separate kernels packed the rows."
+        f"{NOTE} Times are of one layer, forward and backward. A batch of one rank has one "
+        "sequence for each part. The cost of megamoe's own operators is included.\n"
+        "link %: time of collectives, in % of the time of compute.\n"
+        f"{', '.join(columns)}: the time that the layer would take if collectives took no time, "
+        "in % of its predicted time. N blocks: N layers are scheduled as one.\n"
+        f"limit: the highest figure that any order of the kernels in column {columns[-1]} can "
+        "reach.\n"
+        f"packed apart: column {columns[-1]}, if separate kernels packed the rows."
     )
 
 

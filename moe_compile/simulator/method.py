@@ -132,11 +132,13 @@ class Method:
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name} is {getattr(self, name)}; write 1 or more")
         if self.overlap is Overlap.CHUNKS and self.num_chunks == 1:
-            raise InvalidConfig("chunks: num_chunks is 1; write 2 or more")
+            raise InvalidConfig(
+                "a schedule in chunks needs num_chunks of 2 or more, and num_chunks is 1"
+            )
         if self.crossing in HOPS and self._has_no_hops:
             raise InvalidConfig(
-                f"{self.crossing.value}: two hops need rows that go to whole experts by "
-                "all-to-all, in kernels of their own"
+                f"{self.crossing.value}: two hops need experts that are not sliced, and "
+                "all-to-alls in separate kernels; this schedule has others"
             )
 
     @property
@@ -165,7 +167,8 @@ class Method:
             local = model.num_experts // self.expert_ranks
             if self.num_chunks > local:
                 raise InvalidConfig(
-                    f"{self.num_chunks} chunks of experts, but a rank has {local}; chunk by tokens"
+                    f"{self.num_chunks} chunks of experts need as many experts on a rank, and a "
+                    f"rank has {local}; chunk by tokens"
                 )
 
     def hop_shape(self, model: ModelShape, profile: ClusterProfile) -> HopShape | None:

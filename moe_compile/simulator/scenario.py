@@ -83,7 +83,7 @@ def make_setting(
     names = [{field.name for field in fields(kind)} for kind in (Method, Job)]
     for key in given:
         if key not in names[0] | names[1]:
-            raise InvalidConfig(f"no setting {key!r}.{nearest(key, names[0] | names[1])}")
+            raise InvalidConfig(f"there is no setting {key!r}.{nearest(key, names[0] | names[1])}")
     chosen = fit or default_fit(model, profile)
     return Setting(
         model=shape,
@@ -112,7 +112,9 @@ def schedules(setting: Setting, wanted: Sequence[str] = ()) -> dict[str, Setting
     if setting.method.attention is not AttentionSharding.WHOLE:
         found = {BASELINE: _baseline(setting), **found}
     if unknown := [name for name in wanted if name not in found]:
-        raise InvalidConfig(f"no schedule {unknown[0]!r} here.{nearest(unknown[0], found)}")
+        raise InvalidConfig(
+            f"there is no schedule {unknown[0]!r} for this setting.{nearest(unknown[0], found)}"
+        )
     return {name: found[name] for name in wanted} if wanted else found
 
 

@@ -182,7 +182,7 @@ def _check(setting: Setting) -> None:
     job, method = setting.job, setting.method
     if method.attention is AttentionSharding.WHOLE and method.ranks != 1:
         raise InvalidConfig(
-            f"attention that is not divided over ranks needs ranks = 1; ranks is {method.ranks}"
+            f"attention is not divided over ranks, so ranks must be 1; got {method.ranks}"
         )
     if job.gpus % (job.pipeline * method.ranks):
         raise InvalidConfig(

@@ -67,7 +67,9 @@ class Copies:
         """Stand for `ao::wait_tensor`: the copy is made here."""
         source = self.in_flight.pop(tensor.data_ptr())()
         if source is None or not source.untyped_storage().nbytes():
-            raise AssertionError("nothing kept the source of a copy alive until its wait")
+            raise AssertionError(
+                "the source of a copy must stay alive until its wait, and was freed before"
+            )
         tensor.copy_(source)
         if keepalive is not None:
             keepalive.untyped_storage().resize_(0)

@@ -90,10 +90,10 @@ class ByCapacity(RegionKind[Planned[CapacityRegion]]):
         unproven = why if why is not None and why.reason.kind is Kind.UNPROVEN else None
         remarks = [why.why] if why is not None and unproven is None else []
         remarks += decision_remarks(one.decision)
-        remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
+        remarks += [f"decided without predicted times: {one.not_priced}"] if one.not_priced else []
         remarks += edges_remarks(one.left)
         others = [(n, left) for n, left in one.left.items() if n not in ("chunks", "chunk_edges")]
-        remarks += [f"{name} is not done: {left.why}" for name, left in others if left.is_asked]
+        remarks += [f"{name} is not applied: {left.why}" for name, left in others if left.is_asked]
         return RegionReport(
             name=region.name,
             where=one.found.where,

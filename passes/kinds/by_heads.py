@@ -170,7 +170,7 @@ def plan_head_groups(
         return num_groups, BY_PRICE if num_groups == 1 else None
     num_groups = AUTO_CHUNKS if asked == "auto" else int(asked)
     if region.head.size % num_groups:
-        detail = f"{region.head.size} heads for {num_groups} groups"
+        detail = f"{region.head.size} heads cannot be divided into {num_groups} equal groups"
         return 1, Left(Reason.FEW_KV_HEADS, detail)
     if must_keep and region.may_round(num_groups):
         return 1, Left(Reason.MAY_ROUND)

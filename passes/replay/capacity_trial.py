@@ -35,7 +35,10 @@ from moe_compile.regions.count_facts import CountFacts
 from passes.replay.capacity_chunks import CapacityChunk, pieces_of
 from passes.replay.factor_pieces import Pieces
 
-NOT_TRIED: Final = "its operators could not be run on tensors without values"
+NOT_TRIED: Final = (
+    "megamoe tries the experts on tensors without values, and one of their operators cannot "
+    "run on these"
+)
 
 
 MOVES: Final = SAME_VALUES | frozenset(
@@ -70,7 +73,7 @@ def try_chunks(region: CapacityRegion, bounds: Sequence[range]) -> Trial:
     ]
     for node, all_of_it, some in pairs:
         if [call.func for call in all_of_it] != [call.func for call in some]:
-            said = "runs different operators for some of the experts than for all of them"
+            said = "runs different operators for some of the experts than for all experts"
             return Trial(refused=f"{operator_at(node)}: {said}")
     return Trial(last_bits=next(_last_bits(pairs), ""))
 
@@ -89,7 +92,10 @@ def _arithmetic(calls: Sequence[Call]) -> list[Call]:
 def _run(region: CapacityRegion) -> FakeRun:
     fake = fake_mode_of([value_of(node) for node in region.body])
     if fake is None:
-        raise TypeError("its tensors were not made by the tracer")
+        raise TypeError(
+            "megamoe needs the fake tensors that torch's tracer attaches to a graph, and "
+            "this graph has none"
+        )
     return FakeRun(fake, modes(region.result.graph), region.result)
 
 
@@ -123,7 +129,8 @@ def _check_sizes(node: fx.Node, made: Any, pieces: Pieces, experts: range) -> No
     """Raise ValueError where a chunk's value has another size than its part of the whole."""
     if isinstance(made, torch.Tensor) and list(made.shape) != pieces.sizes_of(node, len(experts)):
         raise ValueError(
-            f"{operator_at(node)} has unexpected sizes when it runs for a part of the experts"
+            f"{operator_at(node)} returns unexpected sizes when it runs for some of the experts "
+            "only"
         )
 
 

@@ -180,7 +180,11 @@ class BulkRead:
                 known = emit.call(torch.sym_sum, [values[other] for other in others])
                 values[place] = emit.call(operator.sub, values[total], known)
                 is_count = emit.call(operator.ge, values[place], 0)
-                emit.call(ASSERT, is_count, "parts of a chunk have more rows than the chunk")
+                emit.call(
+                    ASSERT,
+                    is_count,
+                    "the parts of a chunk must have as many rows as the chunk, and have more",
+                )
         return [values[place] for place in self._places]
 
     def _add(self, place: Place) -> int:

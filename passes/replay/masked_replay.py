@@ -230,7 +230,7 @@ def emit_row_order(
         emit.call(
             ASSERT,
             is_alike,
-            "a tensor that is sent beside the rows does not have one entry per row",
+            "a tensor that is sent with the rows must have one entry for each row, and has not",
         )
     rows = emit.call(torch.arange, num_rows, device=counts.device)
     by_chunk = emit.call(torch.argsort, axis.chunk_of_run, stable=True)

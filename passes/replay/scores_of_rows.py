@@ -86,7 +86,10 @@ class ScoresOfRows:
             is_alike = length is None or num_rows(source) == length
             if source in self._on_rows and holds_fractions(source) and is_alike:
                 return self.of(source, emit)
-        raise Left(Reason.UNKNOWN_OPERATOR, f"{operator_at(rows)} puts rows in an order of its own")
+        raise Left(
+            Reason.UNKNOWN_OPERATOR,
+            f"{operator_at(rows)} puts rows in an order that megamoe cannot apply to their scores",
+        )
 
 
 def _is_along_rows(node: fx.Node, name: str) -> bool:

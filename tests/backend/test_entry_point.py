@@ -46,7 +46,10 @@ def test_the_name_is_found_without_any_import_of_ours_and_torch_logs_shows_each_
         ({"megamoe.chunkz": 2}, "Did you mean 'chunks'"),
         ({"megamoe.chunks": "many"}, "whole number"),
         ({"megamoe.disable_passes": ["rewrite_region"]}, "Did you mean 'rewrite_regions'"),
-        ({"megamoe.hardware": "h300"}, r"no profile 'h300'; there are detect, a100, .*h200"),
+        (
+            {"megamoe.hardware": "h300"},
+            r"no profile 'h300'; write .*, detect, or one of a100, .*h200",
+        ),
         ({"megamoe.transport": "function"}, "Did you mean 'functional'"),
         ({"chunks": 4}, r"Inductor has no 'chunks'; write 'megamoe\.chunks'"),
         ({"chunkz": 4}, r"neither megamoe nor Inductor has 'chunkz'"),

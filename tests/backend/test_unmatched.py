@@ -59,8 +59,8 @@ def warnings_of(caplog):
 @pytest.mark.parametrize(
     ("program", "reason", "remedy"),
     [
-        (one_way, "by the two split lists, swapped", "send the rows back"),
-        (by_sizes_read_before, "its split sizes do not come from", "take the split sizes from"),
+        (one_way, "by the same two split lists, swapped", "send the rows back"),
+        (by_sizes_read_before, "its split sizes must come from", "take the split sizes from"),
         (in_equal_parts, "its split sizes are static", "nothing if it dispatches no tokens"),
     ],
 )

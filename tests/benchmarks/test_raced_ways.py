@@ -199,7 +199,7 @@ def test_the_page_has_the_figures_of_the_results():
     fewest, most = (bound(row["num_tried"] for row in rows) for bound in (min, max))
     assert f"{fewest} to {most} ways" in page
     assert f"at most {summed['largest_loss']:.1%} slower" in page
-    assert f"planner alone was {summed['largest_loss_of_auto']:.1%} slower" in page
-    assert f"fastest prediction {summed['largest_loss_by_prediction']:.1%}" in page
+    assert f"chooses was {summed['largest_loss_of_auto']:.1%} slower" in page
+    assert f"predicted time was {summed['largest_loss_by_prediction']:.1%} slower" in page
     assert f"{summed['noisy_within_2_percent']} of {summed['noisy_races']} races" in page
     assert f"the largest loss is {summed['largest_noisy_loss']:.1%}" in page

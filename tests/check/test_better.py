@@ -345,5 +345,5 @@ def test_a_table_that_is_not_there_is_added_and_one_in_another_form_is_refused()
     assert tomllib.loads(with_options("[a]\nb = 1\n", "megamoe", {"chunks": 4}))["megamoe"] == {
         "chunks": 4
     }
-    with pytest.raises(InvalidConfig, match=r"write into it: chunks = 4"):
+    with pytest.raises(InvalidConfig, match=r"write into it yourself: chunks = 4"):
         with_options("megamoe = { chunks = 2 }\n", "megamoe", {"chunks": 4})

@@ -48,7 +48,7 @@ def test_a_correct_job_has_the_bits_of_the_program_as_written_and_is_not_run_aga
     assert "rewrite_regions" in rows["megamoe, node by node"]["passes"]
     assert "only the model's first 2 layers ran" in said and "faster and where are left out" in said
     status, said = check(tmp_path, *SMALL, *NODE_BY_NODE)
-    assert status == 0 and "same: it passed in an earlier run" in said
+    assert status == 0 and "section same passed in an earlier run" in said
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_a_job_in_which_nothing_is_rewritten_shows_nothing(tmp_path):
         (["--compile.backend=inductor"], "this job does not use megamoe"),
         (["--sections=speed"], "there is no section 'speed'; choose from same, faster"),
         (["--sections=faster", "--megamoe.codegen=fx"], "no code is generated"),
-        (["--steps=0"], "write 1 or more"),
+        (["--steps=0"], "write a whole number of at least 1"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_rank_starts(tmp_path, words, wanted):
@@ -137,5 +137,8 @@ def test_generated_code_is_no_farther_from_float64_than_inductors_and_is_timed(t
 def test_a_job_that_cannot_start_says_why_and_is_not_tried_again(tmp_path):
     """Its ranks were once started anew until the time was over."""
     status, said = check(tmp_path, *SMALL[1:], *NODE_BY_NODE, "--layers=9")
-    assert status == 1 and "--layers is 9; write 1 to 3" in said
-    assert "new ranks continue" not in said and "same: OPEN: the job's trainer" in said
+    assert status == 1 and "--layers is 9, and the model has 3 layers; write 1 to 3" in said
+    assert (
+        "new ranks skip the item that failed" not in said
+        and "same: OPEN: the job's trainer" in said
+    )

@@ -49,5 +49,7 @@ def test_one_rank_has_no_link_and_its_profile_keeps_the_one_it_started_from(tmp_
     check_hardware(team, MegaMoEConfig())
     profile, start = load_profile(record.data["profile"]), load_profile("cpu")
     assert profile.link_gb_per_s == start.link_gb_per_s
-    assert record.data["skipped"] == [{"what": "links", "why": "one rank alone has no link"}]
+    assert record.data["skipped"] == [
+        {"what": "links", "why": "the job has one rank, so there is no link to measure"}
+    ]
     assert record.data["failures"] == [] and record.data["rows"]

@@ -150,7 +150,7 @@ def test_a_trace_without_collectives_measures_nothing(tmp_path):
 def test_a_file_that_is_no_trace_is_named(tmp_path):
     path = tmp_path / "x.json.gz"
     path.write_bytes(gzip.compress(json.dumps([1]).encode()))
-    with pytest.raises(ValueError, match=r"x\.json\.gz is no trace"):
+    with pytest.raises(ValueError, match=r"x\.json\.gz must be a trace"):
         read_trace(path)
 
 

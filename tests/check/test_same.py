@@ -117,7 +117,7 @@ def test_equal_bits_hold_and_others_fail_with_the_rank_and_the_passes(tmp_path):
     record = judged(tmp_path, NODE_BY_NODE, OURS, replace(OURS, difference=FIRST))
     (failure,) = record.data["failures"]
     assert "step 1: loss on rank 1: its norm is 2, and 1 as written; 3 later" in failure["why"]
-    assert "Passes that changed a graph: rewrite_regions" in failure["why"]
+    assert "These passes changed a graph: rewrite_regions" in failure["why"]
     assert record.data["rows"][0]["first_difference"]["rank"] == 1
     assert record.data["rows"][0]["regions"] == ["4 regions chunked"]
 
@@ -127,7 +127,7 @@ def test_a_program_that_does_not_repeat_its_bits_fails_and_is_named_where_megamo
     record = judged(tmp_path, AGAIN, FINE, other)
     assert record.data["failures"] and record.data["repeats"] is False
     record = judged(tmp_path, NODE_BY_NODE, replace(OURS, difference=FIRST), repeats=False)
-    assert "the program as written does not repeat" in record.data["failures"][0]["why"]
+    assert "two runs of the program as written differ" in record.data["failures"][0]["why"]
 
 
 @pytest.mark.parametrize(("off", "is_same"), [(FLOOR_ALONE, True), (1.01 * FLOOR_ALONE, False)])

@@ -149,14 +149,20 @@ def of_checkpoints():
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({"model": "x"}, "its 'model' has a str; write a torch.nn.Module"),
-        ({"optimizer": [3]}, "its 'optimizer' has a int; write a torch.optim.Optimizer"),
-        ({"step": lambda: None}, "its 'step' has a function; write a function of the step's"),
-        ({"blocks": [nn.ReLU()]}, "its 'blocks' has a ReLU; write modules of the model"),
-        ({"blocks": []}, "write modules of the model that are to be compiled"),
-        ({"state": [3]}, "its 'state' has a int; write objects with state_dict"),
-        ({"options": 3}, "its 'options' has a int"),
-        ({"optimiser": 3}, "it returned the unknown key 'optimiser'. Did you mean 'optimizer'"),
+        ({"model": "x"}, "must be a torch.nn.Module; got a str"),
+        ({"optimizer": [3]}, "must be a torch.optim.Optimizer, or a list of them; got a int"),
+        ({"step": lambda: None}, "must be a function of the step's number; got a function"),
+        (
+            {"blocks": [nn.ReLU()]},
+            "the key 'blocks' of the returned dictionary must be modules of the model",
+        ),
+        ({"blocks": []}, "must be modules of the model that are to be compiled"),
+        (
+            {"state": [3]},
+            "the key 'state' of the returned dictionary must be objects with state_dict",
+        ),
+        ({"options": 3}, "must be the options= of torch.compile; got a int"),
+        ({"optimiser": 3}, "with the unknown key 'optimiser'. Did you mean 'optimizer'"),
     ],
 )
 def test_a_wrong_part_is_named_with_what_to_write(change, wanted):
@@ -165,9 +171,11 @@ def test_a_wrong_part_is_named_with_what_to_write(change, wanted):
 
 
 def test_what_is_missing_or_compiled_already_is_refused():
-    with pytest.raises(InvalidConfig, match="it returned a list; return a dictionary with model"):
+    with pytest.raises(
+        InvalidConfig, match=r"must return a dictionary with the keys model, .*; got a list"
+    ):
         given_by([])
-    with pytest.raises(InvalidConfig, match="it did not return the key 'step'"):
+    with pytest.raises(InvalidConfig, match="'step' is missing"):
         given_by({k: v for k, v in returned().items() if k != "step"})
     result = returned()
     result["model"][0].compile(backend="eager")
@@ -181,8 +189,11 @@ def test_what_is_missing_or_compiled_already_is_refused():
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({"step": lambda number: None}, "its step returned a NoneType; return the loss"),
-        ({"step": lambda number: torch.zeros(())}, "its step leaves no gradients"),
+        (
+            {"step": lambda number: None},
+            "the step must return its loss, one number; got a NoneType",
+        ),
+        ({"step": lambda number: torch.zeros(())}, "the step must leave its gradients"),
         ({"options": {"megamoe.chunk": 2}}, "Did you mean 'chunk"),
         ({"options": {"megamoe.codegen": "fx"}}, "write --megamoe.codegen fx"),
     ],
@@ -212,11 +223,14 @@ def test_a_script_imports_what_lies_beside_it(tmp_path, monkeypatch):
     ("words", "wanted"),
     [
         (["none.py:f"], "none.py: No such file"),
-        (["a.py"], "a.py is a script: write a.py:make_step, to name the function"),
-        (["a.py:make_steps"], "a.py has no function 'make_steps'; the script has make_step"),
+        (
+            ["a.py"],
+            "a.py names a script but no function: write a.py:FUNCTION, for example a.py:make_step",
+        ),
+        (["a.py:make_steps"], "a.py has no function 'make_steps'; its functions are make_step"),
         (["wrong.py:f"], "wrong.py is not Python"),
         (["a.py:make_step", "--layers", "2"], "--layers works for torchtitan jobs only"),
-        (["a.py:make_step", "--training.steps", "2"], "for a script only flags of megamoe work"),
+        (["a.py:make_step", "--training.steps", "2"], "a script takes only flags that begin with"),
         (["a.py:make_step", "--megamoe.chunk", "2"], "--megamoe.chunk: megamoe has no option"),
         (["a.py:make_step", "--megamoe.chunks"], "--megamoe.chunks: write a value after this flag"),
         (["a.py:make_step", "--megamoe.chunks", "0"], "megamoe.chunks is 0; write"),
@@ -241,4 +255,4 @@ def test_a_script_that_returns_something_else_ends_the_check_with_what_to_write(
         text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "InvalidConfig: bad.py:make_step: it returned a int; return a dictionary" in done.stdout
+    assert "InvalidConfig: bad.py:make_step: the function must return a dictionary" in done.stdout

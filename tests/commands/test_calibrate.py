@@ -30,7 +30,7 @@ def test_a_processor_is_measured_and_its_link_stays(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mine.toml", "--device", "cpu", "--start", "h100"], "are not those of h100"),
+        (["mine.toml", "--device", "cpu", "--start", "h100"], "--start is h100, but the rates"),
         (["mine", "--device", "cpu"], "ends in .toml"),
         (["/proc/mine.toml", "--device", "cpu"], "no file can be written in /proc"),
         (["mine.toml", "--device", "cpu", "--start", "h10"], "Did you mean 'h100'"),

@@ -75,7 +75,7 @@ def test_the_papers_tables_with_errors_as_json(capsys):
             ["--gpus", "480"],
             ("megatron-like", "2 chunks of experts *", "of bound %", "h800", "76  "),
         ),
-        (["--gpus", "480"], ("inter-op *", "faster than 'megatron-like'", "tiles  ")),
+        (["--gpus", "480"], ("inter-op *", "speed of 'megatron-like'", "tiles  ")),
         (["--table", "megascale"], ("held out", "fitted", "Eos", "DeepSeek-V3", "2.5 %")),
         (
             ["--table", "waterfall"],
@@ -172,7 +172,7 @@ def test_a_timeline_as_a_picture(capsys, tmp_path):
     [
         (["--model", "352"], "no model '352'. Did you mean '352b'?"),
         (["--cluster", "h80"], "Did you mean 'h800'?"),
-        (["--cluster", "cpu"], "simulate with the profile of a GPU"),
+        (["--cluster", "cpu"], "name the profile of a GPU"),
         (["--fit", "bytedanc"], "Did you mean 'bytedance'?"),
         (["--gpus", "100"], "write a multiple of 120"),
         (["--schedule", "inter"], "Did you mean 'inter-op'?"),

@@ -374,7 +374,7 @@ def test_a_layer_that_cannot_be_traced_by_itself_is_not_priced(monkeypatch, fake
     assert [one.plan.num_chunks for one in ours.experts] == [2]
     assert not compilation.dropped
     (region,) = compilation.regions
-    assert "not decided by price: RuntimeError: of torch" in region.remarks
+    assert "decided without predicted times: RuntimeError: of torch" in region.remarks
 
 
 def test_work_of_a_layer_whose_weights_are_sharded_is_read(fake_ranks):

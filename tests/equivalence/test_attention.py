@@ -114,4 +114,6 @@ def test_groups_that_do_not_divide_the_kv_heads_leave_the_region_whole(two_ranks
         for differing, ((groups, verdict),) in two_ranks.run(run_case, case, style):
             assert not differing
             assert groups == 1
-            assert verdict.startswith("the local KV heads do not divide into equal groups")
+            assert verdict.startswith(
+                "the local KV heads must divide into equal groups, and do not"
+            )

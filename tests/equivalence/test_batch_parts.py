@@ -124,5 +124,8 @@ def test_a_last_batch_too_small_for_parts_on_one_rank_is_named_with_what_to_do()
     with RankPool(2, timeout_s=180) as pool, pytest.raises(RankFailure) as failure:
         pool.run(run_batches, [(4, 1), (4, 4)])
     said = " ".join(str(failure.value).split())
-    assert "on rank 0: the batch: the batch has fewer sequences than parts (1 for 2 parts)" in said
+    assert (
+        "on rank 0: the batch: the batch has too few sequences for this number of parts (1 for 2 "
+        "parts)" in said
+    )
     assert "DataLoader(drop_last=True)" in said

@@ -79,7 +79,7 @@ def test_a_region_is_whole_and_keeps_its_bits_where_nothing_may_round(mirrored_r
         plain, mirrored_ranks.run(outcome, Open, "megamoe", "exact"), strict=True
     ):
         assert Reason.UNSTABLE_SORT.value in verdict
-        assert "megamoe.numerics = 'bounded' allows it" in verdict
+        assert "megamoe.numerics = 'bounded' allows this change of order" in verdict
         assert any("stable=True" in sentence for sentence in said)
         assert all(torch.equal(expected[n], found[n]) for n in expected)
 

@@ -115,7 +115,7 @@ def test_gradients_of_what_is_shared_keep_the_bound_and_all_else_its_bits(mirror
 def test_they_keep_a_region_whole_where_no_bit_may_change(mirrored_ranks):
     for _, _, ((verdict, *said),) in mirrored_ranks.run(outcome, Shares, "megamoe", "exact"):
         assert Reason.SHARED_PARAMETER.value in verdict
-        assert "megamoe.numerics = 'bounded' allows it" in verdict
+        assert "megamoe.numerics = 'bounded' allows this change of order" in verdict
         assert any("numerics" in sentence for sentence in said)
 
 

@@ -69,12 +69,18 @@ def test_the_warning_is_given_once_per_process(detected, caplog):
     with caplog.at_level(logging.WARNING, detect.__name__):
         assert [detected(Library("NVIDIA GH200 480GB", 8, 8)) for _ in range(2)] == ["h100"] * 2
     (record,) = caplog.records
-    assert "megamoe: no profile is named after 'NVIDIA GH200 480GB': h100" in record.getMessage()
+    assert (
+        "megamoe: no profile has the name of this GPU, 'NVIDIA GH200 480GB': h100"
+        in record.getMessage()
+    )
 
 
 def test_where_nothing_can_stand_in_it_is_an_error(detected):
     old = Library("Tesla V100-SXM2-32GB", 8, 6, nvmlDeviceGetCudaComputeCapability=[7, 0])
-    said = "'detect': no profile is named after 'Tesla V100-SXM2-32GB'.*set megamoe.hardware"
+    said = (
+        "'detect': no profile has the name of this GPU, 'Tesla V100-SXM2-32GB'.*set "
+        "megamoe.hardware"
+    )
     with pytest.raises(InvalidConfig, match=said):
         detected(old)
 

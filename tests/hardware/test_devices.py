@@ -128,7 +128,10 @@ def test_a_machine_as_its_profile_says_has_nothing_to_say():
         (Library("NVIDIA H800", 8, 4), "NVLink has 106 GB/s, but profile h800 has 200"),
         (Library("NVIDIA H800", 8, 0), "PCIe (there is no NVLink) has 63 GB/s"),
         (Library("NVIDIA H800", 1, 0), "there is no exchange to hide"),
-        (Library("NVIDIA GH200 480GB", 8, 8), "named after 'NVIDIA GH200 480GB': h100 is used"),
+        (
+            Library("NVIDIA GH200 480GB", 8, 8),
+            "has the name of this GPU, 'NVIDIA GH200 480GB': h100 is used",
+        ),
     ],
 )
 def test_a_machine_that_differs_is_told_so(library, said):

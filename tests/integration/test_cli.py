@@ -363,7 +363,7 @@ def checked(tmp_path, capsys, monkeypatch):
         (["--optimizer.implementation", "fast"], "one of for-loop, foreach, fused"),
         (["--quantize.linear.float8.recipe_name", "x"], "one of tensorwise, rowwise"),
         (["steps=5"], "belongs to no flag"),
-        (["--training.dataset", "c5"], "known are python_stdlib, c4"),
+        (["--training.dataset", "c5"], "write one of python_stdlib, c4"),
         (["--training.dataset", "c4"], "holds no tokenizer"),
         (["--training.dataset", "c4"], "--local-dir tests/assets/tokenizer`, or write training.da"),
         (["--training.dataset", "c4_test"], 'write training.dataset = "python_stdlib"'),

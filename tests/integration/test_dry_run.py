@@ -189,7 +189,10 @@ def test_gathered_tokens_of_torchtitans_own_layer_are_counted_by_hand(dry_run):
     """Its layer keeps split sizes, and so the exchange of counts."""
     output = dry_run(megamoe__dispatch="all_gather")
     assert "all-gathered, 4 local experts in one piece" in output
-    assert "sums of 2 per token round otherwise: off by at most 2 eps" in " ".join(output.split())
+    said = (
+        "sums of 2 rows per token are added in another order than in the model, so they differ by"
+    )
+    assert f"{said} at most 2 eps" in " ".join(output.split())
     ranks, tokens, weights = 2, TOKENS * DIM * FLOAT32, TOKENS * TOP_K * FLOAT32
     routing = (EXPERTS + TOKENS * TOP_K) * INT32
     gathers = [(tokens + routing + weights) / 1e6, tokens / 1e6]

@@ -37,5 +37,5 @@ def test_losses_of_the_parts_recipes_options_are_those_of_no_compiler(pool_for, 
             )
         assert rank.rows[0] == other.rows[0]  # later rows follow from weights that differ by bits
         assert len(rank.verdicts) == 2 * 3  # three blocks with experts, of two parts each
-        hops = [r for r in rank.remarks if "sums of 2 per token are made on the nodes" in r]
+        hops = [r for r in rank.remarks if "sums of 2 rows per token are made on the nodes" in r]
         assert len(hops) == 2 * 3, rank.remarks

@@ -35,7 +35,7 @@ GLOBAL_BATCH = 4
 SMALL_STEPS = {"optimizer.lr": 5e-4, "training.seq_len": 64, **ONE_TEXT}
 """At a larger rate the roundings of two world sizes of FSDP alone part within five steps."""
 SPLIT = {**OURS, "megamoe.attention_chunks": 2}
-ONE_KV_HEAD = "the local KV heads do not divide into equal groups (one local KV head)"
+ONE_KV_HEAD = "the local KV heads must divide into equal groups, and do not (one local KV head)"
 
 
 def settings_of(layout, flavor="tiny"):

@@ -130,12 +130,12 @@ def test_operators_are_as_torch_wants_them(op):
     [
         (QUANTIZE_COLUMNS, (ROWS[0], ENDS), "a matrix of bfloat16"),
         (QUANTIZE_COLUMNS, (ROWS.int(), ENDS), "a matrix of bfloat16"),
-        (QUANTIZE_COLUMNS, (ROWS, ENDS.long()), r"offs are int32 \[E\]"),
+        (QUANTIZE_COLUMNS, (ROWS, ENDS.long()), r"offs must be int32 \[E\]"),
         (QUANTIZE_COLUMNS, (ROWS, ENDS, "int8"), "e4m3 or e5m2"),
         (SCALED_WEIGHT_GRADIENT, (ROWS, *BY[1:], ENDS, BF16), r"payloads \[B, K, 128\]"),
-        (SCALED_WEIGHT_GRADIENT, (BY[0], BY[1][:, :3], *BY[2:], ENDS, BF16), "have 3 scales"),
-        (SCALED_WEIGHT_GRADIENT, (*BY, ENDS.long(), BF16), r"offs are int32 \[E\]"),
-        (SCALED_WEIGHT_GRADIENT, (*BY, ENDS, torch.int8), "gradients of weights are"),
+        (SCALED_WEIGHT_GRADIENT, (BY[0], BY[1][:, :3], *BY[2:], ENDS, BF16), "got 3 scales"),
+        (SCALED_WEIGHT_GRADIENT, (*BY, ENDS.long(), BF16), r"offs must be int32 \[E\]"),
+        (SCALED_WEIGHT_GRADIENT, (*BY, ENDS, torch.int8), "gradients of weights must be"),
     ],
 )
 def test_what_does_not_fit_is_refused(op, wrong, says):
@@ -144,5 +144,5 @@ def test_what_does_not_fit_is_refused(op, wrong, says):
 
 
 def test_operands_of_other_blocks_are_refused():
-    with pytest.raises(RuntimeError, match="rows and gradients differ in blocks"):
+    with pytest.raises(RuntimeError, match="rows and gradients must have equally many blocks"):
         SCALED_WEIGHT_GRADIENT(*BY[:2], BY[2][:1], BY[3][:1], ENDS, BF16)

@@ -277,7 +277,10 @@ def test_a_region_that_no_graph_has_is_said_at_the_end(two_layers):
     ("entry", "wanted"),
     [
         ("rewrite_region:region 0", "no pass 'rewrite_region'. Did you mean 'rewrite_regions'"),
-        ("pin_order:region 0", "these passes alone can be left out of one region: apply_scores, "),
+        (
+            "pin_order:region 0",
+            "only these passes can be left out of a single region: apply_scores, ",
+        ),
         ("rewrite_regions:", "'apply_scores:region 0'"),
     ],
 )
@@ -305,7 +308,7 @@ class Nameless(Rewrite[str]):
 
 def test_a_rewrite_by_region_says_which_region_it_changes():
     gm = make_fx(program)(torch.ones(3))
-    with pytest.raises(ContractViolation, match="does not say the region of something"):
+    with pytest.raises(ContractViolation, match="must name its region; something names none"):
         Nameless().run(gm.graph, state())
 
 

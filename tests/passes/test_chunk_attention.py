@@ -39,12 +39,12 @@ def compiled(style, group, kv_heads=8, *, heads=24, batch=4, **options):
 @pytest.mark.parametrize(
     ("asked", "kv_heads", "groups", "verdict"),
     [
-        (1, 8, 1, f"{Reason.NOT_ASKED.value} (one chunk is asked for)"),
+        (1, 8, 1, f"{Reason.NOT_ASKED.value} (the options ask for one chunk)"),
         (4, 8, 4, "chunked"),
-        (4, 4, 1, f"{FEW} (2 heads for 4 groups)"),
+        (4, 4, 1, f"{FEW} (2 heads cannot be divided into 4 equal groups)"),
         (2, 2, 1, f"{FEW} (one local KV head)"),
         ("auto", 8, 2, "chunked"),
-        ("auto", 6, 1, f"{FEW} (3 heads for 2 groups)"),
+        ("auto", 6, 1, f"{FEW} (3 heads cannot be divided into 2 equal groups)"),
         ("auto", 2, 1, f"{FEW} (one local KV head)"),
     ],
 )

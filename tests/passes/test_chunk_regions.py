@@ -213,7 +213,7 @@ def test_a_loop_runs_only_the_experts_of_the_chunk(fake_ranks):
 def test_one_chunk_leaves_the_graph_as_it_was(fake_ranks):
     left, graph, before = whole(layer(GroupedExperts, fake_ranks), chunks=1)
     assert str(graph) == before
-    assert [v.why for v in left] == ["the options leave it off (one chunk is asked for)"]
+    assert [v.why for v in left] == ["the options leave it off (the options ask for one chunk)"]
 
 
 def test_one_local_expert_leaves_the_region_whole(fake_ranks):
@@ -228,7 +228,10 @@ def test_one_local_expert_leaves_the_region_whole(fake_ranks):
 def test_more_chunks_than_experts_are_clamped_with_a_remark(fake_ranks):
     graph, report = chunked(layer(GroupedExperts, fake_ranks), 99)
     (left,) = report.skipped
-    assert (left.reason, left.detail) == (Reason.FEW_EXPERTS, "4 experts for 99 chunks")
+    assert (left.reason, left.detail) == (
+        Reason.FEW_EXPERTS,
+        "99 chunks need as many local experts, and a rank has 4",
+    )
     assert report.applied == ("region 0",)
     assert len(launches(graph)) == 1 + 2 * 4
 
@@ -360,7 +363,7 @@ def test_a_write_that_would_run_before_a_reader_leaves_the_region_whole(fake_ran
     """What the host reads, and all that is computed from counts, is made first in a chunk."""
     (verdict,), *_ = whole(layer(style, fake_ranks))
     assert verdict.reason is Reason.MUTATED_MEANWHILE, verdict
-    assert "would run before" in verdict.detail
+    assert "would write a tensor before" in verdict.detail
 
 
 class WritesWhatWasRead(SplitsRows):

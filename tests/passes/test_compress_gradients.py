@@ -103,9 +103,9 @@ def over_replicas(gradient, op="sum"):
     return C10D.wait_tensor(C10D.all_reduce(gradient, op, dist.group.WORLD.group_name))
 
 
-FLOAT32 = "it does not reduce float32"
-SUMS = "it neither sums nor averages"
-RESULT = "the graph computes with its result"
+FLOAT32 = "it must reduce float32, and reduces a different type"
+SUMS = "it must sum or average, and does neither"
+RESULT = "its result must go straight to an output of the graph, but the graph computes with it"
 ONCE_MORE = "the forward pass computes it too, and the backward pass only computes it again"
 
 

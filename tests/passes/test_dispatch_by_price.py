@@ -59,7 +59,10 @@ def test_a_slow_link_gathers_where_that_sends_less_and_the_report_has_the_bound(
     assert plan.decision.runner_up.candidate.dispatch == "all_to_all"
     said = "; ".join([*decision_remarks(plan.decision), *dispatch_remarks(plan, "auto")])
     assert "planned: tokens all-gathered, predicted" in said and "; the next best is " in said
-    assert "sums of 4 per token round otherwise: off by at most 3 eps" in said
+    sums = (
+        "sums of 4 rows per token are added in another order than in the model, so they differ by"
+    )
+    assert f"{sums} at most 3 eps" in said
     assert decision_figures(plan.decision)["chosen"] == "tokens all-gathered"
 
 
@@ -151,7 +154,9 @@ def test_without_a_known_bound_auto_keeps_the_all_to_all(fake_ranks):
 def test_rows_asked_to_be_quantised_are_exchanged(fake_ranks):
     _, plan, _ = run(fake_ranks, dispatch_wire="fp8", strict=True)
     left = plan.left["dispatch"]
-    assert left.reason is Reason.NOT_ASKED and left.detail.startswith("eight bits are asked for")
+    assert left.reason is Reason.NOT_ASKED and left.detail.startswith(
+        "a wire option asks for rows in eight bits"
+    )
     assert not plan.decision.gathers
 
 

@@ -208,8 +208,8 @@ def test_the_report_states_the_bound_of_sums_on_the_nodes(
     assert (region.verdict, region.nodes, plan.nodes) == (IN_TWO_HOPS, "rounded", "rounded")
     bound = (1 + 2**-8) ** 3 - 1 + (num_addends + 2) * 2**-24
     assert f"at most {bound:.3g} times the sum of their magnitudes" in said
-    assert f"sums of {num_addends} per token" in said and "no bit changes" not in said
-    assert (f"off by at most {WIDTH} eps" in said) is of_weights
+    assert f"sums of {num_addends} rows per token" in said and "no bit changes" not in said
+    assert (f"differ by at most {WIDTH} eps" in said) is of_weights
 
 
 FP8 = {"dispatch_wire": "fp8", "combine_wire": "fp8"}
@@ -235,9 +235,9 @@ def test_in_eight_bits_tokens_are_packed_once_and_messages_handed_on(fake_nodes,
 @pytest.mark.parametrize(
     ("style", "said"),
     [
-        (InOrder, "packed are tokens, not their weighted rows, by the same bound"),
-        (Around, "packed are gradients of sums, not of weighted rows, by the same bound"),
-        (Unweighted, "what the flat exchange in eight bits brings, bit for bit"),
+        (InOrder, "Packed are tokens, not their weighted rows, so bits differ"),
+        (Around, "Packed are gradients of sums, not of weighted rows, so bits differ"),
+        (Unweighted, "Rows equal those of the exchange in one hop in eight bits, bit for bit"),
     ],
 )
 def test_the_report_says_what_is_packed(fake_nodes, style, said):
@@ -261,7 +261,7 @@ def test_the_report_states_the_bound_of_sums_in_eight_bits(fake_nodes, wires, su
     packed = (1 + 2**-4 + 2**-20) ** 2
     bound = packed * ((1 + 2**-8) ** 5 + (TOP_K + 2) * 2**-24) - 1
     assert (f"sums of {sums} have terms" in said) is bool(sums)
-    assert (f"off by at most {bound:.3g} times" in said) is bool(sums)
+    assert (f"differ by at most {bound:.3g} times" in said) is bool(sums)
 
 
 def test_without_the_pass_that_quantises_two_hops_do_not(fake_nodes):
@@ -393,7 +393,7 @@ def test_the_report_has_times_and_rows_of_each_way(fake_nodes, tmp_path):
         names = ("flat", "in two hops", "with sums on the nodes")
         rows = ", ".join(f"{name} {rows:.2f}" for name, rows in zip(names, figures, strict=True))
         assert f"rows of a token from node to node, forward and backward: {rows}" in said
-        assert "predicted in one chunk, one hop after the other: flat" in said
+        assert "predicted without chunking, one hop after the other: flat" in said
 
 
 def test_the_scheduler_sees_both_links_and_what_they_carry(fake_nodes):

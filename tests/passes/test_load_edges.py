@@ -13,6 +13,7 @@ from moe_compile.hardware import HardwareProfile, load_profile
 from moe_compile.journal.reasons import Reason
 from moe_compile.plan.state import CompileState
 from passes.detect_regions import DetectRegions
+from passes.kinds.by_counts.chunk_edges import NO_SKEW
 from passes.kinds.by_counts.kind import region_report
 from passes.plan_regions import PlanRegions
 from passes.replay.chunk_axis import split_by_load
@@ -115,7 +116,7 @@ def planned(layer, hardware=BUSY, *, rewrites=True, **options):
 def test_a_region_runs_in_chunks_by_load_with_one_host_read(fake_ranks):
     one, said, graph = planned(layer_of(GroupedExperts, fake_ranks), chunks=2)
     assert one.plan.by_load and one.num_host_reads == 1 and "chunk_edges" not in one.left
-    assert "each step's counts say which experts a chunk has" in said
+    assert "in each step the counts decide which experts a chunk has" in said
     gathers = [n for n in graph.nodes if "all_gather" in str(n.target)]
     assert len(gathers) == 1
     (_, _, gathered) = planned(layer_of(GatheredCounts, fake_ranks), chunks=2)
@@ -161,10 +162,10 @@ def test_auto_goes_by_load_where_a_stated_skew_makes_it_faster(fake_ranks, chunk
 @pytest.mark.parametrize(
     ("options", "reason", "detail"),
     [
-        ({}, Reason.BY_PRICE, "routing_skew is 0: experts are taken to be chosen evenly"),
+        ({}, Reason.BY_PRICE, NO_SKEW),
         ({"routing_skew": 0.1}, Reason.BY_PRICE, ""),
         ({"routing_skew": 0.8, "equal_tokens": False}, Reason.NO_PRICE, ""),
-        ({"routing_skew": 0.8, "chunks": 1}, Reason.NOT_ASKED, "one chunk is asked for"),
+        ({"routing_skew": 0.8, "chunks": 1}, Reason.NOT_ASKED, "the options ask for one chunk"),
         ({"routing_skew": 0.8, "chunk_by": "tokens"}, Reason.BY_PRICE, "chunks are of tokens"),
     ],
     ids=str,

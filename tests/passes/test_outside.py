@@ -68,7 +68,7 @@ def test_a_class_and_what_is_made_of_it_are_rewrites(value):
     ("name", "value", "message"),
     [
         ("nothing", "Missing", r"cannot be imported \(AttributeError.*write name = \"module:"),
-        ("nothing", "pytest", "is no rewrite; write a subclass of passes.rewrite.Rewrite"),
+        ("nothing", "pytest", "is not a Rewrite; write a subclass of passes.rewrite.Rewrite"),
         ("weighted", "Weighted", "cannot be made .*'weight'.* needs no arguments"),
         ("abstract", "Abstract", "cannot be made .*abstract method"),
         ("other", "Nothing", "has name = 'nothing'; write name = 'other', as its entry point"),
@@ -76,7 +76,12 @@ def test_a_class_and_what_is_made_of_it_are_rewrites(value):
         ("nothing", "Unsaid", "has bound = ''; write bound = .* else what it loses"),
         ("nothing", "Promised", "has bound = 'by nothing'; write"),
         ("nothing", "Decided", "has is_decided = True; write is_decided = False"),
-        ("pin_order", "Nothing", "has the same name as a pass of megamoe; write another name"),
+        (
+            "pin_order",
+            "Nothing",
+            "must have a name that no pass of megamoe has, but has the name of one; write "
+            "another name",
+        ),
     ],
 )
 def test_what_is_no_rewrite_says_what_to_write(name, value, message):
@@ -97,7 +102,9 @@ def test_a_name_is_in_snake_case(name):
 
 
 def test_a_name_is_there_once():
-    with pytest.raises(InvalidConfig, match=r"has the name of one of .*; write another name"):
+    with pytest.raises(
+        InvalidConfig, match=r"has the name of another entry point, from .*; write another name"
+    ):
         checked([entry("Nothing"), entry("made")])
 
 

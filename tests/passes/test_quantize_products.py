@@ -111,9 +111,9 @@ class Deep(GroupedExperts):
 @pytest.mark.parametrize(
     ("style", "says"),
     [
-        (FusedGateUp, r"`_grouped_mm` at layers.py:\d+ .*is both gate and up"),
-        (Bilinear, "is both gate and up, or an unknown one of the two"),
-        (Deep, "its products are not one or two, whose results meet, and then one"),
+        (FusedGateUp, r"`_grouped_mm` at layers.py:\d+ .*computes gate and up together"),
+        (Bilinear, "it is not known which of the two"),
+        (Deep, "it must have one or two products of the rows"),
     ],
 )
 def test_products_that_cannot_be_told_apart_are_named_together(fake_ranks, style, says):
@@ -201,7 +201,7 @@ def test_widths_that_a_recipe_cannot_multiply_are_left(fake_ranks):
     narrow = GroupedExperts(16, 24, 8, 2, fake_ranks)
     _, applied, (left,), _ = rewritten(narrow, expert_compute="fp8_rowwise")
     assert (applied, left.reason) == ([], Reason.NO_GROUPED_PRODUCT)
-    assert left.detail.startswith("16 divides K and N of no such product: `_grouped_mm` at ")
+    assert "must have weights [E, K, N] whose K and N are multiples of 16" in left.detail
     assert rewritten(narrow)[1]
 
 

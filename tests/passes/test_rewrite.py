@@ -188,7 +188,7 @@ class ByPlace(ToCosine):
 
 
 def test_a_proposal_that_prints_otherwise_on_other_ranks_is_none():
-    with pytest.raises(ContractViolation, match="differs by rank"):
+    with pytest.raises(ContractViolation, match="must be the same on every rank"):
         run(ByPlace(), strict=True)
 
 

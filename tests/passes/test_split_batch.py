@@ -152,7 +152,9 @@ def test_constants_that_read_a_type_off_the_batch_are_named(fake_ranks):
     assert skipped == [Reason.BATCH_LOST]
     (said,) = compilation.rewrites
     assert "`.new_ones()` at test_split_batch.py:" in said
-    assert "in zeros reads only the type of a tensor that has the batch" in said
+    assert (
+        "in zeros reads the type of a tensor with the batch dimension, but not its values" in said
+    )
 
 
 def test_what_is_written_into_zeros_is_not_left_out(fake_ranks):
@@ -261,8 +263,8 @@ class OfAnyLength(Block):
 
 
 SAID = [
-    (3, {}, "the size is marked as dynamic, and its value is below 4"),
-    (8, {"min": 3, "max": 9}, "the size is bounded below 4, the least for 2 parts"),
+    (3, {}, "the batch size is marked as dynamic, and 2 parts need at least 4"),
+    (8, {"min": 3, "max": 9}, "the batch size may be less than 4, but 2 parts need at least 4"),
 ]
 
 
@@ -312,12 +314,12 @@ def test_a_function_that_is_not_followed_is_named_not_its_first_reader(fake_rank
     _, skipped, compilation = verdicts(program, drawn())
     assert skipped == [Reason.BATCH_LOST]
     assert "`tag_activation_checkpoint` at test_split_batch.py:" in compilation.rewrites[0]
-    assert "in attend calls a function, and the batch" in compilation.rewrites[0]
+    assert "in attend calls a function, through which megamoe" in compilation.rewrites[0]
 
 
 OF_SIZES = [
-    (ByHalves, "a size is not known at compile time"),
-    (TimesSize, "a size is not known at compile time"),
+    (ByHalves, "known at compile time"),
+    (TimesSize, "known at compile time"),
     (BySizeOfWhole, "a size of the whole"),
 ]
 

@@ -95,7 +95,7 @@ def test_a_way_that_is_best_as_stated_and_farthest_off_with_a_wrong_constant_is_
 
 def test_of_the_candidates_in_the_example_of_the_page_the_one_is_taken_that_it_says():
     cells = re.findall(r"\| (\d) chunks \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (.*) \|", PAGE)
-    (whole,) = re.findall(r"the region as it is taking ([\d.]+) with every constant", PAGE)
+    (whole,) = re.findall(r"the unchanged region takes ([\d.]+) ms with every constant", PAGE)
     times = {WHOLE: [float(whole)] * 3}
     times |= {Candidate(num_chunks=int(n)): [float(t) for t in us] for n, *us, _ in cells}
     rates = dataclasses.replace(RATES, uncertainty=(("link_gb_per_s", 0.2),))

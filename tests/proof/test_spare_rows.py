@@ -78,10 +78,10 @@ def test_groups_found_on_the_device_take_rows_behind(fake_ranks, style):
 
 
 REFUSED = {
-    FirstRowBehind: (Reason.ROWS_MIXED, "other rows than those of the counts"),
-    LastGroupHasTheRest: (Reason.ROWS_MIXED, "has other rows with rows behind"),
+    FirstRowBehind: (Reason.ROWS_MIXED, "must hold exactly the counted rows"),
+    LastGroupHasTheRest: (Reason.ROWS_MIXED, "gets other rows if padding rows follow"),
     MaskedByPlace: (Reason.UNKNOWN_OPERATOR, "where of rows and others"),
-    Doubled: (Reason.UNKNOWN_OPERATOR, "flip of rows"),
+    Doubled: (Reason.UNKNOWN_OPERATOR, "what flip does to padding rows"),
     GroupedExperts: (Reason.PREMISE_UNCHECKED, "RuntimeError"),
 }
 

@@ -213,7 +213,7 @@ def test_dense_graphs_have_parts_and_what_a_graph_lacks_is_said(fake_ranks):
     (line,) = (one for one in lines if one.startswith("Computed again in a graph without regions"))
     assert "mlp, 0.0 MB no longer kept" in line
     *_, one, other, _ = lines
-    text = "recompute_modules has no effect on {} in any graph: the graph has no such part"
+    text = "recompute_modules has no effect on {} in any graph: the graph has no part of this name"
     assert [one, other] == [text.format("'moe_act'"), text.format("'core_attn'")]
 
 

@@ -73,7 +73,10 @@ def test_integers_that_python_takes_by_themselves_have_their_lines():
     assert "single integer" not in printed(passes=passes)
     passes.append({"pass": "unpack_integers", "skipped": [alone, alone]})
     for text in (printed(passes=passes), printed(80, passes=passes)):
-        assert text.count("The host reads a single integer at a.py:7 in f\n") == 1
+        assert (
+            text.count("The host reads a single integer, and may wait for it, at a.py:7 in f\n")
+            == 1
+        )
 
 
 def test_the_gain_is_per_block_of_those_that_exchange():

@@ -71,7 +71,10 @@ def test_the_last_line_has_the_waits_of_a_step_on_the_rank_that_waits_longest():
 def test_of_many_the_longest_are_shown():
     ranks = [rank(0, **{f"n{i}": (i / 1e3, 10) for i in range(1, MOST_ROWS + 4)})]
     short, whole = (printed(report(), ranks, verbose=verbose) for verbose in (False, True))
-    assert "3 others have shorter waits; --verbose lists them." in short and " n3 " not in short
+    assert (
+        "3 more collectives have shorter waits than these; --verbose lists them." in short
+        and " n3 " not in short
+    )
     assert " n4 " in short and " n3 " in whole and "others" not in whole
 
 

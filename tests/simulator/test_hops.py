@@ -193,7 +193,7 @@ def test_within_a_node_hops_are_none_and_the_layer_is_the_flat_one():
     "changes", [{"gathers_rows": True}, {"expert_slices": 2}, {"overlap": Overlap.TILES}]
 )
 def test_what_has_no_hops_is_refused(changes):
-    with pytest.raises(InvalidConfig, match="two hops need rows"):
+    with pytest.raises(InvalidConfig, match="two hops need experts that are not sliced"):
         dataclasses.replace(FAR, crossing=Crossing.EXACT, **changes)
 
 

@@ -118,7 +118,7 @@ class TrainingJob:
             return [next(fetch) for _ in range(number)]
         except DataloaderExhaustedError:
             raise InvalidConfig(
-                f"the data set ends before {num_steps} steps: write a smaller --steps"
+                f"the data set ends before {num_steps} steps; write a smaller --steps"
             ) from None
 
     def _replayed(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
@@ -152,7 +152,10 @@ def cut(spec: TrainSpec, flavor: str, layers: int) -> None:
     """Have a flavor build its first `layers` layers; raises InvalidConfig for more than it has."""
     args = spec.model_args[flavor]
     if not 0 < layers <= args.n_layers:
-        raise InvalidConfig(f"--layers is {layers}; write 1 to {args.n_layers}")
+        raise InvalidConfig(
+            f"--layers is {layers}, and the model has {args.n_layers} layers; write 1 to "
+            f"{args.n_layers}"
+        )
     spec.model_args = {**spec.model_args, flavor: dataclasses.replace(args, n_layers=layers)}
 
 

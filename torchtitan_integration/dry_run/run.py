@@ -158,8 +158,8 @@ def _exposed_share(layer: Traced) -> str:
     whole = sum(layer.unhidden_us.values()) / 1e3
     return (
         f"{forward} forward, {all_} forward and backward; 100% are the {whole:.2f} ms that "
-        "collectives take in one chunk, in the model's own order and dtype; no order of these "
-        f"graphs can expose less than {least}"
+        "collectives take without chunking, in the model's own order and dtype; no order of "
+        f"these graphs can expose less than {least}"
     )
 
 

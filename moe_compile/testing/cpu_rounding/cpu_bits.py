@@ -217,7 +217,10 @@ def _difference(whole: Call, part: Call, rounds: bool) -> str:
         same = all(_lie_alike(a, b) for a, b in pairs)
         if same or (whole.is_pointwise and not rounds):
             return ""
-        return f"{whole.name} in {out.dtype}: what it reads lies otherwise in memory"
+        return (
+            f"{whole.name} in {out.dtype}: its inputs have a different layout in memory for "
+            "some experts than for all"
+        )
     if any(len(_differing(a, b)) > 1 for a, b in pairs):
         return f"{whole.name} in {out.dtype}: the experts are in several dimensions"
     if whole.is_pointwise:
@@ -294,7 +297,10 @@ def _product(call: Call, pairs: Pairs) -> str:
         if any(rows) or whole.stride()[1:] != part.stride()[1:] or 1 not in whole.stride():
             return f"{said}: matrices of shape {list(whole.shape[1:])}, no multiples of 64 bytes"
     if threads > 1 and (size > 4 or pairs[-1][1].shape[0] < NUM_MATRICES):
-        return f"{said}: a part of the experts is dealt out otherwise to {threads} threads"
+        return (
+            f"{said}: some of the experts are divided among {threads} threads differently "
+            "than all experts"
+        )
     return ""
 
 
@@ -305,7 +311,10 @@ def _by_rows(call: Call, pairs: Pairs) -> str:
             if any(t.stride(dim) != max(t.stride()) or not _is_dense(t) for t in (whole, part)):
                 return f"{call.name} in {out.dtype}: the experts are not outermost"
     if torch.get_num_threads() > 1:
-        return f"{call.name} in {out.dtype}: threads may share it otherwise"
+        return (
+            f"{call.name} in {out.dtype}: threads may divide it differently for some experts "
+            "than for all"
+        )
     return ""
 
 

@@ -33,7 +33,10 @@ from moe_compile.plan.uneven_price import EDGES, RoutingSkew, Uneven, choose_une
 from moe_compile.regions.regions import RowProof
 from passes.kinds.by_counts.draft import Draft
 
-NO_SKEW: Final = "routing_skew is 0: experts are taken to be chosen evenly"
+NO_SKEW: Final = (
+    "routing_skew is 0, which says that experts are chosen evenly, so chunks of equal size "
+    "have equal rows"
+)
 
 OF_TOKENS: Final = "chunks are of tokens"
 
@@ -83,7 +86,9 @@ def _by_price(draft: Draft, decision: Decision | None, config: MegaMoEConfig) ->
 def _why_even(draft: Draft) -> Left | None:
     """Return the reason against edges by load."""
     if draft.gathered is not None:
-        return Left(Reason.GATHERED, "no chunk has experts of its own")
+        return Left(
+            Reason.GATHERED, "chunks are not of experts, so they have no edges between experts"
+        )
     if draft.two_hops is not None:
         return Left(Reason.TWO_HOPS)
     if isinstance(draft.proof, Left):
@@ -91,7 +96,7 @@ def _why_even(draft: Draft) -> Left | None:
     if draft.num_chunks == 1:
         return draft.not_chunked or ONE_CHUNK
     if draft.num_chunks == draft.region.num_local_experts:
-        return Left(Reason.ALREADY_DONE, "each chunk is one expert")
+        return Left(Reason.ALREADY_DONE, "each chunk is one expert, so its edges cannot move")
     return Left(Reason.EXPERTS_NAMED) if _is_bound(draft.proof) else None
 
 

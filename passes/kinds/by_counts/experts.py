@@ -90,7 +90,8 @@ from passes.replay.gradient_paths import chunk_without_gradient
 from passes.replay.masked_replay import experts_of_chunks
 
 BY_EXPERTS: Final = (
-    "chunks of experts would gather and sum them again: chunk_by = 'tokens' splits them"
+    "each chunk of experts would have to gather and sum all tokens again; set chunk_by = "
+    "'tokens' to split them"
 )
 
 
@@ -155,7 +156,7 @@ def _decide_dispatch(
         draft.not_gathered = form
         _decide_hops(draft, forms, two_hops, state, layer)
         return
-    crossing = Left(Reason.GATHERED, "each token crosses to every rank")
+    crossing = Left(Reason.GATHERED, "each token goes to every rank")
     draft.not_in_two_hops = crossing if config.nodes != "off" else Left(Reason.NOT_ASKED)
     slices, draft.not_chunked = plan_token_slices(config, form.found, draft.decision)
     draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
@@ -178,7 +179,7 @@ def plan_token_slices(
         return 1, Left(Reason.GATHERED, BY_EXPERTS)
     num_tokens = known_rows(found.tokens)
     if not num_tokens or num_tokens % asked or found.rows_per_token is None:
-        detail = f"those of a rank are not known to split evenly in {asked} slices"
+        detail = f"a rank's tokens are not known to split evenly into {asked} slices"
         return 1, Left(Reason.GATHERED, detail)
     return asked, None
 
@@ -409,8 +410,8 @@ def products_wait(region: MoERegion) -> bool:
 def _warn() -> None:
     LOG.warning(
         "megamoe: torch has no grouped GEMM kernel (torch._grouped_mm) for this GPU: for each "
-        "grouped GEMM the host waits for the device and copies offsets from it, so that fewer "
-        "kernels are launched ahead, and less communication is hidden, than predicted. To do: "
-        "compute experts one after another on rows.split(sizes), as torchtitan's use_grouped_mm "
-        "= False does"
+        "grouped GEMM the host waits for the device and copies offsets from it. So fewer kernels "
+        "are launched ahead, and less communication is hidden, than predicted. To do: compute "
+        "experts one after another on rows.split(sizes), as torchtitan's use_grouped_mm = False "
+        "does"
     )

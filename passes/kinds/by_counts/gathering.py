@@ -40,10 +40,18 @@ from passes.kinds.by_counts.products import how_planned
 from passes.replay.gathered import emit_gathered
 from passes.replay.prune import prune_other_experts
 
-EIGHT_BITS: Final = "eight bits are asked for, in which an all-gather sends nothing"
-NOT_COUNTED: Final = "; how many rows a token has is not proven"
-NO_TIMES: Final = "auto has no times to go by: megamoe.dispatch = 'all_gather' gathers all the same"
-FEW_ROWS: Final = "k is at most 0.75 n: an all-to-all moves less"
+EIGHT_BITS: Final = (
+    "a wire option asks for rows in eight bits, which an all-gather does not support"
+)
+NOT_COUNTED: Final = "; it is not proven how many rows each token has"
+NO_TIMES: Final = (
+    "\"auto\" has no predicted times to decide by; set megamoe.dispatch = 'all_gather' to "
+    "gather all the same"
+)
+FEW_ROWS: Final = (
+    "k (experts per token) is at most 0.75 n (ranks), so an all-to-all sends less than an "
+    "all-gather"
+)
 
 
 def gathered_form(
@@ -76,7 +84,10 @@ def gathered_form(
 def why_mixed(proof: RowProof) -> Left | None:
     """Return the reason if a node may need all rows of an expert at once, None without one."""
     for node, _ in proof.whole:
-        return Left(Reason.NOT_PROVEN, f"{operator_at(node)} may mix rows of an expert")
+        return Left(
+            Reason.NOT_PROVEN,
+            f"{operator_at(node)} must compute each row of an expert by itself, and may mix rows",
+        )
     return None
 
 
@@ -221,7 +232,8 @@ def find_mixing(
     if by_tokens and proof.whole:
         return Left(
             Reason.ROWS_MIXED,
-            f"{operator_at(proof.whole[0][0])}: a chunk has not all rows of an expert",
+            f"{operator_at(proof.whole[0][0])} needs all rows of an expert, and a chunk has only "
+            "some of them",
         )
     for chunk, experts in enumerate(bounds):
         pruned = prune_other_experts(region, proof, experts)
@@ -229,6 +241,7 @@ def find_mixing(
             if not whose <= set(experts) and node not in pruned.nodes:
                 return Left(
                     Reason.ROWS_MIXED,
-                    f"{operator_at(node)}: chunk {chunk} has no rows of its expert",
+                    f"{operator_at(node)} needs all rows of some experts, and chunk {chunk} "
+                    "lacks them",
                 )
     return None

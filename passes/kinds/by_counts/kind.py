@@ -62,7 +62,10 @@ from passes.replay.hops import HopSplit
 from passes.replay.masked_replay import chunk_bounds, emit_chunks
 from passes.replay.two_hops import emit_two_hops
 
-BY_LOAD: Final = "each step's counts say which experts a chunk has: about as many rows in each"
+BY_LOAD: Final = (
+    "in each step the counts decide which experts a chunk has, so that all chunks have about "
+    "equally many rows"
+)
 
 
 class ByCounts(RegionKind[PlannedExperts]):
@@ -186,7 +189,7 @@ def region_report(one: PlannedExperts, asked: str) -> RegionReport:
     )
     remarks += [BY_LOAD] if plan.by_load else edges_remarks(left)
     remarks += decision_remarks(one.decision)
-    remarks += [f"not decided by price: {one.not_priced}"] if one.not_priced else []
+    remarks += [f"decided without predicted times: {one.not_priced}"] if one.not_priced else []
     remarks += dispatch_remarks(one, asked)
     remarks += room_remarks(one)
     remarks += node_remarks(one)
@@ -243,17 +246,18 @@ def _verdict(one: PlannedExperts) -> str:
 
 def _rounds(parameter: str) -> str:
     return (
-        f"the gradient of {parameter}, which rows of several experts read, is added up in another "
-        "order: off by at most m + 1 eps times the sum of the magnitudes of its m terms"
+        f"the gradient of {parameter}, which rows of several experts read, is added up in a "
+        "different order than in the model, so it differs by at most m + 1 eps times the sum of "
+        "the magnitudes of its m terms"
     )
 
 
 def _reorders(where: str) -> str:
     return (
-        f"the sort at {where} leaves the order of one expert's rows open, and is stable in chunks: "
-        "gradients of weights, sums of m terms, are added up in another order, off by at most m "
-        "eps times the sum of their magnitudes; a product that rounds by a row's place, by as many "
-        "of its own"
+        f"the sort at {where} leaves the order of one expert's rows open, and is stable in "
+        "chunks. So gradients of weights, sums of m terms, are added up in a different order "
+        "than in the model, and differ by at most m eps times the sum of their magnitudes; a "
+        "product of n terms that is rounded depending on a row's place differs by at most n eps"
     )
 
 
@@ -289,13 +293,13 @@ def room_remarks(one: PlannedExperts) -> list[str]:
     """Return the remark on the room for rows of one region, or on why the host reads for it."""
     left = one.left.get("host_reads")
     if left is not None and left.reason is not Reason.NOT_ASKED:
-        return [f"the host reads its counts: {left.why}"]
+        return [f"the host still reads its counts: {left.why}"]
     if not one.plan.room:
         return []
     rows = known_rows(one.found.region.rows)
     said = (
-        f"the host reads nothing: {one.plan.room} rows have room from each rank to each, of "
-        f"{rows} rows that a rank has in all"
+        f"the host reads nothing: from each rank to each other rank, {one.plan.room} of a rank's "
+        f"{rows} rows fit"
     )
     if one.even is not None and one.plan.is_chunked:
         said += f"; in slices of {one.even.slice_room}, one for each chunk"
@@ -323,7 +327,8 @@ def node_remarks(one: PlannedExperts) -> list[str]:
     messages = _messages(one)
     return [
         f"{where}in the dispatch, and in the gradient of the combine, a token crosses to a node "
-        f"once; what is summed goes as written{'' if messages else ', and no bit changes'}",
+        "once; rows that are summed go in one hop, as in the "
+        f"model{('' if messages else ', and no bit changes')}",
         *messages,
         *prices,
     ]
@@ -341,8 +346,11 @@ def _messages(one: PlannedExperts) -> list[str]:
     if plan.combine_wire == "fp8" and "combine" in weighted:
         products.append("gradients of sums, not of weighted rows")
     if products:
-        return [f"{said}: packed are {', and '.join(products)}, by the same bound but other bits"]
-    return [f"{said}: what the flat exchange in eight bits brings, bit for bit"]
+        return [
+            f"{said}. Packed are {', and '.join(products)}, so bits differ from the exchange "
+            "in one hop, within the same bound"
+        ]
+    return [f"{said}. Rows equal those of the exchange in one hop in eight bits, bit for bit"]
 
 
 def _parts(one: PlannedExperts) -> list[str]:
@@ -352,8 +360,11 @@ def _parts(one: PlannedExperts) -> list[str]:
         num, slices = 1, num
     said = []
     if slices > 1:
-        said = [f"hop 1 in {slices} slices of tokens, hop 2 of each once it is there; experts wait"]
-    return said + [f"hop 2, experts and the way home in {num} chunks of experts"] * (num > 1)
+        said = [
+            f"hop 1 runs in {slices} slices of tokens, and hop 2 of a slice once the slice "
+            "has arrived; experts wait for all slices"
+        ]
+    return said + [f"hop 2, experts and combine run in {num} chunks of experts"] * (num > 1)
 
 
 def _prices(prices: HopPrices) -> list[str]:
@@ -362,22 +373,23 @@ def _prices(prices: HopPrices) -> list[str]:
     said = [f"rows of a token from node to node, forward and backward: {rows}"]
     if prices.us:
         times = ", ".join(f"{words[n]} {us / 1e3:.2f} ms" for n, us in prices.us.items())
-        said.append(f"predicted in one chunk, one hop after the other: {times}")
+        said.append(f"predicted without chunking, one hop after the other: {times}")
     return said
 
 
 def _sums_on_nodes(rounding: NodeRounding) -> list[str]:
     wide = "float64" if rounding.dtype is torch.float64 else "float32"
     said = (
-        f"sums of {rounding.num_addends} per token are made on the nodes, in {wide}, and at home: "
-        f"off by at most {rounding.bound:.3g} times the sum of their magnitudes, three roundings "
-        f"to {str(rounding.dtype).removeprefix('torch.')} and {rounding.num_addends + 2} in {wide}"
+        f"sums of {rounding.num_addends} rows per token are made on the nodes, in {wide}, and "
+        f"then on the token's own rank, so they differ by at most {rounding.bound:.3g} times the "
+        "sum of their magnitudes, three roundings to "
+        f"{str(rounding.dtype).removeprefix('torch.')} and {rounding.num_addends + 2} in {wide}"
     )
     packed = (
-        f"sums of {' and '.join(rounding.in_eight_bits)} have terms that travel in eight bits, as "
-        f"do the sums of nodes: off by at most {rounding.bound_in_eight_bits:.3g} times the sum of "
-        f"their magnitudes and {rounding.bound_of_blocks:.3g} times the sum of the largest "
-        f"magnitudes of their {BLOCK} columns"
+        f"sums of {' and '.join(rounding.in_eight_bits)} have terms that travel in eight bits, "
+        f"as do the sums of nodes, so they differ by at most {rounding.bound_in_eight_bits:.3g} "
+        f"times the sum of their magnitudes and {rounding.bound_of_blocks:.3g} times the sum of "
+        f"the largest magnitudes of their {BLOCK} columns"
     )
     return [said, *([packed] if rounding.in_eight_bits else []), *_gradients(rounding)]
 
@@ -399,19 +411,23 @@ def _costs(costs: DispatchCosts) -> list[str]:
     return [
         f"bytes per token and direction: all-gather {costs.all_gather_bytes:.0f}, "
         f"all-to-all {costs.all_to_all_bytes:.0f}",
-        f"k = {costs.rows_per_token:g}, n = {costs.num_ranks}: "
-        f"k > n says {words[costs.by_volume]}, "
-        f"k > {MEASURED_SHARE} n says {words[costs.by_measurement]}",
+        f"for k = {costs.rows_per_token:g} rows per token on n = {costs.num_ranks} ranks, the "
+        f"rule k > n favours {words[costs.by_volume]}, and the rule k > {MEASURED_SHARE} n "
+        f"favours {words[costs.by_measurement]}",
     ]
 
 
 def _equality(rounding: Rounding) -> list[str]:
     if rounding.bound_eps is None:
-        sums = "sums per token round in another order: how many rows a token has is not proven"
+        sums = (
+            "sums per token are added in another order than in the model, without a known "
+            "bound, because it is not proven how many rows a token has"
+        )
     elif rounding.bound_eps:
         sums = (
-            f"sums of {rounding.num_addends} per token round otherwise: off by at most "
-            f"{rounding.bound_eps} eps times the sum of their magnitudes"
+            f"sums of {rounding.num_addends} rows per token are added in another order than in "
+            f"the model, so they differ by at most {rounding.bound_eps} eps times the sum of "
+            "their magnitudes"
         )
     else:
         most = "one product" if rounding.is_weighted else f"at most {EXACT_ADDENDS} addends"
@@ -423,10 +439,10 @@ def _equality(rounding: Rounding) -> list[str]:
 def _gradients(rounding: Rounding | NodeRounding) -> list[str]:
     if rounding.gradient_bound_eps == 0:
         return []
-    said = "gradients of the weights of rows are added up in another order"
+    said = "gradients of the weights of rows are added up in another order than in the model"
     if rounding.gradient_bound_eps is None:
         return [said]
     return [
-        f"{said}: off by at most {rounding.gradient_bound_eps} eps times the sum of the "
-        "magnitudes of their products"
+        f"{said}, so they differ by at most {rounding.gradient_bound_eps} eps times the sum of "
+        "the magnitudes of their products"
     ]

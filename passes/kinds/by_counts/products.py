@@ -44,7 +44,10 @@ FORMS: Final = {
 """Values of the option, with the recipe and the element type of gradients."""
 PASS: Final = "quantize_products"
 """The pass that carries it out."""
-OTHER_FORM: Final = "its products are not one or two, whose results meet, and then one"
+OTHER_FORM: Final = (
+    "it must have one or two products of the rows, whose results are combined, and then one "
+    "more; it has others"
+)
 
 
 def how_asked(
@@ -66,7 +69,10 @@ def how_asked(
     found = {}
     for product, own in names.items():
         if own & chosen and not own <= chosen:
-            detail = f"{operator_at(product)} is both gate and up, or an unknown one of the two"
+            detail = (
+                f"{operator_at(product)} computes gate and up together, or it is not known "
+                "which of the two it computes"
+            )
             return Left(Reason.PRODUCTS_TOGETHER, detail)
         how = EightBits(
             recipe=recipe,
@@ -100,21 +106,33 @@ def _against(product: fx.Node, chosen: ProductFormat) -> Left | None:
     """Return why a product keeps its number format."""
     rows, weight, _ = factors_of(product)
     if rows is None:
-        detail = f"{operator_at(product)} has a bias, or a type of its own"
+        detail = f"{operator_at(product)} must have no bias and no out_dtype, and has one"
         return Left(Reason.NO_GROUPED_PRODUCT, detail)
     left, right = tensor_of(rows), tensor_of(weight)
     if left is None or right is None or is_traceable_wrapper_subclass(right):
-        detail = f"{operator_at(product)} has a weight that is no plain tensor"
+        detail = (
+            f"{operator_at(product)} must have a plain tensor as weight, and has another "
+            "class of tensor"
+        )
         return Left(Reason.NO_GROUPED_PRODUCT, detail)
     types, dims = (left.dtype, right.dtype), (left.dim(), right.dim())
     if types != (torch.bfloat16, torch.bfloat16) or dims != (2, 3):
-        detail = f"{operator_at(product)} multiplies no rows [R, K] by [E, K, N] of bfloat16"
+        detail = (
+            f"{operator_at(product)} must multiply rows [R, K] by weights [E, K, N], both of "
+            "bfloat16, and does not"
+        )
         return Left(Reason.NO_GROUPED_PRODUCT, detail)
     if any(not isinstance(n, int) or n % chosen.multiple for n in right.shape[1:]):
-        detail = f"{chosen.multiple} divides K and N of no such product: {operator_at(product)}"
+        detail = (
+            f"{operator_at(product)} must have weights [E, K, N] whose K and N are multiples "
+            f"of {chosen.multiple}, and has not"
+        )
         return Left(Reason.NO_GROUPED_PRODUCT, detail)
     if not multiplies_in_eight_bits(left.device, chosen.capability):
-        return Left(Reason.NO_E4M3, "grouped products in eight bits need 9.0 or higher")
+        return Left(
+            Reason.NO_E4M3,
+            "grouped products in eight bits need a GPU of compute capability 9.0 or higher",
+        )
     return None
 
 

@@ -39,7 +39,10 @@ def even_form(found: FoundExperts, config: MegaMoEConfig) -> EvenForm | Left:
     if not config.equal_tokens:
         return Left(Reason.TOKENS_MAY_DIFFER)
     if not known_rows(region.rows):
-        return Left(Reason.ROWS_MAY_DIFFER, "their number is known at run time alone")
+        return Left(
+            Reason.ROWS_MAY_DIFFER,
+            "the number of rows must be known at compile time, and is known at run time only",
+        )
     needs = needs_of_body(region)
     refused = _unfit(region, proof, needs) or _read_around(region, proof)
     refused = refused or check_spare_rows(region, proof, needs)
@@ -93,9 +96,16 @@ def _unfit(region: MoERegion, proof: RowProof, needs: BodyNeeds) -> Left | None:
         region.num_ranks * region.num_local_experts,
     )
     if counts is None or counts.numel() != expected:
-        return Left(Reason.COUNTS_NOT_COUNTED, "of other ranks' experts too")
+        return Left(
+            Reason.COUNTS_NOT_COUNTED,
+            "the received counts must be those of this rank's experts alone, and are not",
+        )
     if proof.shared or proof.reordered or proof.whole:
-        return Left(Reason.ROWS_MIXED, "with rows behind those of the counts")
+        return Left(
+            Reason.ROWS_MIXED,
+            "received buffers have padding rows after the counted ones, and an operator may "
+            "mix the two",
+        )
     return None
 
 

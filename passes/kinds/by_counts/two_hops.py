@@ -36,7 +36,8 @@ from passes.replay.masked_replay import experts_of_chunks
 
 ONE_NODE: Final = Left(
     Reason.NO_FEWER_BYTES,
-    "all its ranks are on one node, and no token crosses the network",
+    "all its ranks are on one node, so no token crosses the network and a second hop would save "
+    "nothing",
 )
 
 

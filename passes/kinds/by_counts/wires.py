@@ -87,7 +87,10 @@ def _against(found: FoundExperts, name: str) -> Left | None:
     if isinstance(width, torch.SymInt):
         return Left(Reason.NOT_A_MATRIX)
     if row_bytes(width) >= found.row_bytes[name]:
-        return Left(Reason.NO_FEWER_BYTES, "a row is no shorter with its scale")
+        return Left(
+            Reason.NO_FEWER_BYTES,
+            "a row in eight bits, with its scale, would take no fewer bytes",
+        )
     if not packs_rows(rows.device):
         return Left(Reason.NO_E4M3)
     region = found.region
