@@ -64,7 +64,7 @@ class QuantiseWhereMade(GraphPass):
         del state
         found = [node for node in graph.nodes if is_quantised_on_gpu(node)]
         chosen = [node for node in found if _blocks(node)]
-        detail = "one kernel of megamoe runs it"
+        detail = "a kernel of megamoe runs it already"
         if chosen and not register_lowering():
             chosen, detail = [], f"{detail}: this torch cannot divide exactly in Inductor's kernels"
         for node in chosen:

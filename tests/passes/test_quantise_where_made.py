@@ -9,12 +9,13 @@ import torch.fx as fx
 
 from moe_compile.cost.amounts import amounts_of
 from moe_compile.cost.sizes import NominalSizes
+from moe_compile.journal.reasons import Reason
 from moe_compile.ops.scaled_products import QUANTIZE_ROWS
 from passes import quantise_where_made
 from passes.quantise_where_made import QuantiseWhereMade
 
 ATEN = torch.ops.aten
-DETAIL = "one kernel of megamoe runs it"
+DETAIL = "a kernel of megamoe runs it already"
 
 
 def rows_read_twice(width=256):
@@ -48,7 +49,7 @@ def test_rows_that_blocks_do_not_fill_and_rows_without_lowering_keep_the_kernel(
 ):
     graph, _, quantised = rows_read_twice(192)
     (verdict,) = QuantiseWhereMade().run(graph, None).skipped
-    assert verdict.why == f"nothing is left to do ({DETAIL})"
+    assert verdict.why == f"{Reason.ALREADY_DONE.value} ({DETAIL})"
     assert quantised.prev.target is ATEN.mm.default
     monkeypatch.setattr(quantise_where_made, "register_lowering", lambda: False)
     (verdict,) = QuantiseWhereMade().run(rows_read_twice()[0], None).skipped

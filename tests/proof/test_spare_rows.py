@@ -80,7 +80,7 @@ def test_groups_found_on_the_device_take_rows_behind(fake_ranks, style):
 REFUSED = {
     FirstRowBehind: (Reason.ROWS_MIXED, "must hold exactly the counted rows"),
     LastGroupHasTheRest: (Reason.ROWS_MIXED, "gets other rows if padding rows follow"),
-    MaskedByPlace: (Reason.UNKNOWN_OPERATOR, "where of rows and others"),
+    MaskedByPlace: (Reason.UNKNOWN_OPERATOR, "where combines rows with other tensors"),
     Doubled: (Reason.UNKNOWN_OPERATOR, "what flip does to padding rows"),
     GroupedExperts: (Reason.PREMISE_UNCHECKED, "RuntimeError"),
 }
