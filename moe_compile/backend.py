@@ -70,6 +70,7 @@ from moe_compile.runtime.rerun import RERUN
 from moe_compile.torch_quirks.cuda_graphs import ASKED
 from moe_compile.torch_quirks.python311_frames import with_frame_space
 from moe_compile.torch_quirks.recompile_limit import forbid_eager_beyond_limit
+from moe_compile.torch_quirks.results_given_twice import give_results_once
 from moe_compile.torch_quirks.size_constants import refuse_wrong_constants
 from moe_compile.torch_quirks.unbacked_shapes import eager_where_a_value_is_needed
 from moe_compile.torch_quirks.untraceable_guards import install_eager_fallback
@@ -110,6 +111,7 @@ def megamoe(
     install_eager_fallback()
     config, patches = read_options(mode, options)
     refuse_wrong_constants(gm.graph)
+    give_results_once(gm)
     if config.host_reads == "needed":
         return compile_program(gm, example_inputs, config, patches)[0]
     if not RERUN.is_served:

@@ -59,6 +59,34 @@ def ends_graphs_at_lists():
     raise AssertionError("this torch traces it")
 
 
+@functools.cache
+def fills_memory_by_read_sizes():
+    """Whether memory of a size may be filled by a tensor as long as numbers that are read add up.
+
+    So the backward of an `autograd.Function` that exchanges rows fills memory like the rows'.
+    """
+
+    def program(x, sizes):
+        return torch.zeros_like(x).copy_(x.new_ones(sum(sizes.tolist())))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        try:
+            compiled(torch.ones(12), torch.tensor([5, 7]))
+        except (GuardOnDataDependentSymNode, UserError, torch._dynamo.exc.Unsupported):
+            return False
+    return True
+
+
+def runs_exchanges_without_gradients():
+    """Whether eager mode has `all_to_all_single_autograd` where no gradient is asked for."""
+    operator = torch.ops._c10d_functional_autograd.all_to_all_single.default
+    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU) or (
+        operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeExplicitAutograd)
+    )
+
+
 def need(*abilities):
     """Reason a test of what this torch does not capture."""
     for ability in abilities:

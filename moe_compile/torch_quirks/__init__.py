@@ -13,7 +13,8 @@ Worked around elsewhere, where the code that meets them stands
     - lowers no slice with an open end of a length known at run time (`passes/replay/replayed.py`
       writes the end);
     - returns every value that the body of an `autograd.Function` makes as a result
-      (`passes/function_exchanges.py` asks for those that are read);
+      (`passes/function_exchanges.py` asks for those that are read, and `results_given_twice.py`
+      keeps the gradient of those that are written in place);
     - holds nothing behind an operator that returns a tuple (`passes/pin_order.py` holds it
       behind the elements).
     Torch 2.13, on GPUs of compute capability 10, leaves the gradient of a group without rows

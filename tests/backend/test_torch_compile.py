@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_compile.report.process_report import REPORT
 from tests.layers import GroupedExperts
 from tests.slow_parameters import slow_but
+from tests.this_torch import need, runs_exchanges_without_gradients
 
 OPTIONS = {"megamoe.codegen": "fx", "megamoe.chunks": 2}
 
@@ -131,6 +132,7 @@ def between(rank, name):
 
 @pytest.mark.parametrize("name", slow_but(["inference_mode"], AROUND))
 def test_a_step_without_gradients_between_two_that_train(mirrored_ranks, name):
+    need(runs_exchanges_without_gradients)
     check(mirrored_ranks.run(between, name), (True, True, 2))
 
 
@@ -279,7 +281,9 @@ def frozen(rank):
 
 
 def test_a_weight_is_frozen_between_steps(mirrored_ranks):
-    check(mirrored_ranks.run(frozen), (True, 2, True))
+    for is_equal, number, is_chunked in mirrored_ranks.run(frozen):
+        assert is_equal and is_chunked
+        assert number in (1, 2)  # torch 2.11 runs the code of the first step
 
 
 def reset(rank):

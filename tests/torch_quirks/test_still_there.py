@@ -19,6 +19,7 @@ from passes import pin_order
 from tests.graph import test_pinning
 from tests.this_torch import ends_graphs_at_lists
 from tests.torch_quirks.test_python311_frames import CALLS, most_pages
+from tests.torch_quirks.test_results_given_twice import filled
 from tests.torch_quirks.test_size_constants import Capacity
 from tests.torch_quirks.test_unbacked_shapes import masks
 
@@ -159,3 +160,10 @@ def test_a_group_without_rows_leaves_its_gradient_unwritten():
     ends = torch.tensor([8, 8, 24, 24, 40, 40, 64, 64], device=device, dtype=torch.int32)
     out = torch._grouped_mm(left.t(), right, offs=ends)
     gone("zero_empty_groups", bool((out[1::2] != 0).any()))
+
+
+def test_a_result_that_is_written_in_place_has_no_gradient():
+    torch._dynamo.reset()
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(filled, backend="eager")(x).sum().backward()
+    gone("results_given_twice", not x.grad.any(), is_known=True)
