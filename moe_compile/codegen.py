@@ -15,6 +15,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -210,29 +211,27 @@ def compile_with_inductor(
         ours[PARTITIONER] = Partitioner(state, _other_partitioner(patches, decides))
     settings = {**patches, **ours, **passes}
     with _backward_ahead() if levels else contextlib.nullcontext():
-        inner_compile = _inner_compile({}) if passes else compile_fx_inner
+        inner_compile = functools.partial(_compile_one, {}) if passes else compile_fx_inner
         return _compile_without_failures(gm, example_inputs, state, inner_compile, settings)
 
 
-def _inner_compile(known: dict[str, int]) -> Callable[..., Any]:
-    """Return what compiles one graph by Inductor, whose backward writes into no saved tensor.
+def _compile_one(
+    known: dict[str, int], gm: fx.GraphModule, *arguments: Any, **settings: Any
+) -> Any:
+    """Compile one graph by Inductor, whose backward writes into no saved tensor.
 
     Inductor fuses kernels over rows only if it has hints of their number. It is given ours where
     rows are quantised in the kernel that makes them; `known` has those of the forward. Neither is
     done on a hook of Inductor's passes: these do not run where Inductor has the code in its cache,
     and hints are part of its key.
     """
-
-    def compile_one(gm: fx.GraphModule, *arguments: Any, **settings: Any) -> Any:
-        keep_saved_tensors()
-        if not any(map(is_quantised_on_gpu, gm.graph.nodes)):
-            return compile_fx_inner(gm, *arguments, **settings)
-        sizes = NominalSizes(known)
-        sizes.learn(gm.graph)
-        with nominal_hints(gm.graph, sizes):
-            return compile_fx_inner(gm, *arguments, **settings)
-
-    return compile_one
+    keep_saved_tensors()
+    if not any(map(is_quantised_on_gpu, gm.graph.nodes)):
+        return compile_fx_inner(gm, *arguments, **settings)
+    sizes = NominalSizes(known)
+    sizes.learn(gm.graph)
+    with nominal_hints(gm.graph, sizes):
+        return compile_fx_inner(gm, *arguments, **settings)
 
 
 def _option_of_what_is_kept(config: MegaMoEConfig) -> str:

@@ -65,7 +65,7 @@ class QuantiseWhereMade(GraphPass):
         found = [node for node in graph.nodes if is_quantised_on_gpu(node)]
         chosen = [node for node in found if _blocks(node)]
         detail = "a kernel of megamoe runs it already"
-        if chosen and not register_lowering():
+        if chosen and not teach_inductor():
             chosen, detail = [], f"{detail}: this torch cannot divide exactly in Inductor's kernels"
         for node in chosen:
             node.all_input_nodes[0].append(node)
@@ -108,7 +108,7 @@ def blocks_that_fill(width: int, recipe: str) -> int:
 
 
 @functools.cache
-def register_lowering() -> bool:
+def teach_inductor() -> bool:
     """Register the lowering; return whether this torch has the means."""
     try:
         ir: Any = importlib.import_module("torch._inductor.ir")

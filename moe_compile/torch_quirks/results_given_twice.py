@@ -22,6 +22,7 @@ import operator
 
 import torch.fx as fx
 
+from moe_compile.graph.edit import erase_unused
 from moe_compile.graph.inner_graphs import bodies, is_autograd_function
 from moe_compile.graph.query import value_of
 
@@ -54,8 +55,7 @@ def _give_once(function: fx.Node) -> bool:
         return False
     output.args = ((once, *saved),)
     forward.recompile()
-    for user in [user for user in function.users if once[user.args[1]] is None]:
-        function.graph.erase_node(user)
+    erase_unused([user for user in function.users if once[user.args[1]] is None])
     return True
 
 

@@ -34,7 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.runtime import interpreter
 
 from moe_compile.ops.scaled_products import quantize_rows
-from passes.quantise_where_made import register_lowering
+from passes.quantise_where_made import teach_inductor
 from tests.ops.kernel_values import cast_through_torch
 
 ROWS, WIDTH = 5, 256
@@ -50,7 +50,7 @@ def program(gate, up, recipe):
 
 def write(path, recipe):
     fake_h100.install(compile_kernels=False)
-    assert register_lowering()
+    assert teach_inductor()
     codes = []
     with FakeTensorMode(), mock.patch.object(GraphLowering, "save_output_code", codes.append):
         given = [torch.empty(ROWS, WIDTH, dtype=BF16, device=fake_h100.DEVICE) for _ in range(2)]

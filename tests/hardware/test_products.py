@@ -102,7 +102,7 @@ def test_a_table_of_the_compiler_alone_may_lack_curves_and_a_wrong_one_is_refuse
     path = tmp_path / "other.toml"
     path.write_text("\n".join(line for line in lines if not line.startswith("grouped_forward")))
     assert load_profile(str(path)).compute is None
-    with pytest.raises(InvalidConfig, match="see \\['grouped_forward'\\]"):
+    with pytest.raises(InvalidConfig, match="missing: \\['grouped_forward'\\]"):
         load_cluster(str(path))
     surplus = '[compute]\nsurplus = { value = 1, origin = "assumed: x" }'
     path.write_text("\n".join(lines).replace("[compute]", surplus))

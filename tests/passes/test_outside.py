@@ -147,7 +147,7 @@ def test_a_profile_is_a_function_that_returns_rates_with_their_origins():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("ours", "made", "which is no profile; write the path of a TOML file"),
+        ("ours", "made", "which is not a hardware profile; write the path of a TOML file"),
         ("h800", "path", "has the name of a profile of megamoe; write another name"),
     ],
 )

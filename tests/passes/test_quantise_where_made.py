@@ -51,7 +51,7 @@ def test_rows_that_blocks_do_not_fill_and_rows_without_lowering_keep_the_kernel(
     (verdict,) = QuantiseWhereMade().run(graph, None).skipped
     assert verdict.why == f"{Reason.ALREADY_DONE.value} ({DETAIL})"
     assert quantised.prev.target is ATEN.mm.default
-    monkeypatch.setattr(quantise_where_made, "register_lowering", lambda: False)
+    monkeypatch.setattr(quantise_where_made, "teach_inductor", lambda: False)
     (verdict,) = QuantiseWhereMade().run(rows_read_twice()[0], None).skipped
     assert DETAIL in verdict.why and "torch" in verdict.why
 
