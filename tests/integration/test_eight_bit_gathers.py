@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("torchtitan", reason="pip install megamoe[titan]")
 
 from moe_compile.ops.scaled_products import DEQUANTIZE_WEIGHT, QUANTIZE_WEIGHT
-from tests.integration.titan_jobs import OURS, SAVES, train
+from tests.integration.titan_jobs import OURS, PIPELINE, SAVES, VALIDATES, train
 from torchtitan_integration.eight_bit_gathers import (
     EightBitShard,
     GatheredWeight,
@@ -211,7 +211,20 @@ def noted(folder, rank, trainer):
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
-JOBS = [(2, {"activation_checkpoint.mode": "full"}), (4, {}), (2, {"megamoe.codegen": "inductor"})]
+JOBS = [
+    (2, {"activation_checkpoint.mode": "full"}),
+    (2, {"megamoe.codegen": "inductor"}),
+    (4, {}),
+    (4, PIPELINE | {"parallelism.pipeline_parallel_degree": 2}),
+    (
+        4,
+        VALIDATES
+        | {
+            "parallelism.data_parallel_replicate_degree": 2,
+            "parallelism.fsdp_reshard_after_forward": "never",
+        },
+    ),
+]
 
 
 @pytest.mark.slow
@@ -228,8 +241,8 @@ def test_a_job_has_the_bits_of_one_that_gathers_in_sixteen_bits(request, tmp_pat
         recorder = functools.partial(noted, folder)
         jobs = train(pool, ranks, folder, asked, settings, recorder=recorder)
         notes = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-        assert {note.pop("shards") for note in notes} == {3 if what == "ours" else 0}
-        found[what] = [job.steps for job in jobs], notes
+        assert {note.pop("shards") > 0 for note in notes} == {what == "ours"}
+        found[what] = [(job.steps, job.validated) for job in jobs], notes
     assert found["ours"] == found["plain"]
 
 
