@@ -156,7 +156,7 @@ def _is_read_before(graph: Any) -> bool:
     """
     quantised = graph.current_node
     rows = quantised.all_input_nodes[0]
-    if is_view(rows) and any(len(base.users) > 1 for base in rows.all_input_nodes):
+    if is_view(rows) and len(rows.all_input_nodes[0].users) > 1:  # the others are sizes
         return True
     return any(reader in graph.env for reader in rows.users if reader is not quantised)
 

@@ -94,7 +94,7 @@ INDUCTOR_STAGES = ("run", "codegen", "compile_to_module")
 """Methods of Inductor's GraphLowering, which fail for every program with a pass of ours."""
 INNER = "_compile_one"
 """Name in `moe_compile.codegen`: what is called for each graph in place of `compile_fx_inner`."""
-ON_A_GPU = ("megamoe::moving_input", "MovingInput", "megamoe::quantize_rows")
+ON_A_GPU = ("megamoe::moving_input", "MovingInput", "megamoe::quantize_rows", "NamedSize")
 """For CUDA graphs, of inputs on a device, and for kernels that quantise: here without a fault."""
 HOOKED = (*codegen.HOOKS, codegen.PARTITIONER)
 INSIDE = tuple(

@@ -341,12 +341,11 @@ def test_the_region_of_a_block_is_named_in_which_a_rewrite_is_wrong(
         return emitted
 
     monkeypatch.setattr(ByCounts, "emit", wrong)
-    for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        monkeypatch.setattr(torch._dynamo.config, limit, MANY)
     forget_compiled()
     job = ScriptSteps(given_by(two_blocks()), {"codegen": "fx", "disable_passes": ("pin_order",)})
     team = Alone(tmp_path / "culprit.json", seconds=900)
-    check_culprit(Trials(team, job, job.config, 1))
+    with torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY):
+        check_culprit(Trials(team, job, job.config, 1))
     found = team.record.data["culprit"]
     assert (found["names"], found["block"], found["is_alone"]) == (("rewrite_regions",), 2, True)
     assert found["regions"] == {"rewrite_regions": ["region 1"]}
