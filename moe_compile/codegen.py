@@ -30,7 +30,6 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from moe_compile.config import MegaMoEConfig
 from moe_compile.cost.layer_program import AOT, aot_graphs
 from moe_compile.cost.sizes import NominalSizes, nominal_hints
 from moe_compile.entry_points import hash_of_packages
@@ -41,7 +40,7 @@ from moe_compile.graph.query import is_tangent
 from moe_compile.journal.entries import Dropped
 from moe_compile.ops.host_copies import why_no_copies
 from moe_compile.plan.state import CompileState, Partitioned
-from moe_compile.recompute.partition import partitioned
+from moe_compile.recompute.partition import option_that_decides, partitioned
 from moe_compile.second_backward import keep_saved_tensors, keeps_host_reads
 from moe_compile.source_hash import hash_of_sources
 from moe_compile.torch_quirks.aot_cache_allowlist import cacheable_functions
@@ -63,7 +62,7 @@ from passes.pipeline import (
     Level,
     run_level,
 )
-from passes.quantise_where_made import is_quantised_on_gpu
+from passes.quantize_where_made import is_quantised_on_gpu
 from passes.save_overwritten import mark_overwritten
 
 EARLY: Final = "post_grad_custom_pre_pass"
@@ -206,7 +205,7 @@ def compile_with_inductor(
         passes[EARLY] = LevelPass((), state, _stood_on(EARLY, patches))
     if passes:
         ours.update(_let_into_cache(gm, patches))
-    decides = _option_of_what_is_kept(state.config)
+    decides = option_that_decides(state.config)
     if JOINT in levels and (decides or state.config.offload_budget):
         ours[PARTITIONER] = Partitioner(state, _other_partitioner(patches, decides))
     settings = {**patches, **ours, **passes}
@@ -232,15 +231,6 @@ def _compile_one(
     sizes.learn(gm.graph)
     with nominal_hints(gm.graph, sizes):
         return compile_fx_inner(gm, *arguments, **settings)
-
-
-def _option_of_what_is_kept(config: MegaMoEConfig) -> str:
-    """Return the option, with its value, that has megamoe decide what is kept; "" for none."""
-    if config.recompute == "price":
-        return "recompute = 'price'"
-    if config.recompute_modules:
-        return f"recompute_modules = {list(config.recompute_modules)}"
-    return ""
 
 
 def _other_partitioner(patches: Mapping[str, Any], decides: str) -> Any:

@@ -51,9 +51,9 @@ from passes.offload_activations import OffloadActivations
 from passes.outside import load_rewrites
 from passes.pin_order import PinOrder
 from passes.plan_regions import PlanRegions
-from passes.quantise_where_made import QuantiseWhereMade
 from passes.quantize_exchanges import QuantizeExchanges
 from passes.quantize_products import QuantizeProducts
+from passes.quantize_where_made import QuantizeWhereMade
 from passes.realize_slices import RealizeSlices
 from passes.record_order import RecordOrder
 from passes.rewrite import Rewrite
@@ -144,7 +144,7 @@ RECORD: Final = Level((RecordOrder(), MeasureWaits()), frozenset({Fact.FUNCTIONA
 
 PIN: Final = Level(
     (
-        QuantiseWhereMade(),
+        QuantizeWhereMade(),
         CopyFills(),
         RealizeSlices(),
         SizeAttention(),

@@ -25,7 +25,7 @@ from moe_compile.graph.precedence import is_view
 from moe_compile.journal.entries import PassReport
 from moe_compile.plan.state import CompileState
 from passes.contract import Fact, GraphPass
-from passes.quantise_where_made import is_made_in_blocks
+from passes.quantize_where_made import is_made_in_blocks
 
 ATEN: Final = torch.ops.aten
 PARTS: Final = frozenset(

@@ -36,6 +36,15 @@ NAME: Final = "recompute"
 CANDIDATE: Final = "what the forward pass keeps for the backward pass"
 
 
+def option_that_decides(config: MegaMoEConfig) -> str:
+    """Return the option, with its value, that has megamoe decide what is kept; "" for none."""
+    if config.recompute == "price":
+        return "recompute = 'price'"
+    if config.recompute_modules:
+        return f"recompute_modules = {list(config.recompute_modules)}"
+    return ""
+
+
 def partitioned(
     joint: fx.GraphModule,
     joint_inputs: Any,

@@ -34,7 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.runtime import interpreter
 
 from moe_compile.ops.scaled_products import quantize_rows
-from passes.quantise_where_made import teach_inductor
+from passes.quantize_where_made import teach_inductor
 from tests.ops.kernel_values import cast_through_torch
 
 ROWS, WIDTH = 5, 256

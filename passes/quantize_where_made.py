@@ -52,10 +52,10 @@ from passes.contract import Fact, GraphPass
 
 
 @dataclass(frozen=True)
-class QuantiseWhereMade(GraphPass):
+class QuantizeWhereMade(GraphPass):
     """See the module docstring."""
 
-    name: ClassVar[str] = "quantise_where_made"
+    name: ClassVar[str] = "quantize_where_made"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
     commutes_with: ClassVar[frozenset[str]] = frozenset({"copy_fills"})
 
