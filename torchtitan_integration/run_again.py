@@ -30,6 +30,7 @@ from torchtitan_integration.job_config import asks_for_megamoe, options_of
 from torchtitan_integration.room_choice import RoomChoice, begin_anew
 
 LOG: Final = logging.getLogger(__name__)
+LARGER: Final = '. To do, if many do: write a larger megamoe.row_room, or "auto"'
 
 Run = Callable[..., torch.Tensor]
 """Runs forward and backward of one microbatch, or of all that a pipeline splits it in; returns the
@@ -106,12 +107,12 @@ class Step:
         RERUN.num_again += 1
         LOG.warning(
             "megamoe: step %d: rows had no room on some rank, they need a row_room of %.2f: it "
-            "runs again with host reads, as %d of %d steps so far. To do, if many do: write a "
-            'larger megamoe.row_room, or "auto"',
+            "runs again with host reads, as %d of %d steps so far%s",
             self._trainer.step,
             RERUN.needed,
             RERUN.num_again,
             RERUN.num_steps,
+            "" if options_of(self._trainer.job_config).row_room == "auto" else LARGER,
         )
         self._restore()
         with RERUN.reading():
