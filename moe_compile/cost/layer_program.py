@@ -3,8 +3,8 @@
 Contract
     Its inputs are new fake tensors of the sizes, types and devices that the graph states, so that
     tracing leaves nothing in the compilation at hand: no guard, no symbol, no alias.
-    Its text names nodes by their place in it, not in the graph: equal layers of a model have
-    equal texts.
+    Its text names nodes by their place in it, not in the graph, and a Triton kernel by its source,
+    not by torch's number for it: equal layers of a model have equal texts.
     `aot_graphs` gives the forward and the backward graph that AOTAutograd makes; no code is
     generated.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_compile.cost.amounts import ranks_of
 from moe_compile.graph.edit import Emitter, erase_dead, recompute_all, replace_uses
+from moe_compile.graph.inner_graphs import CONSTANTS, KERNEL, launched_kernel
 from moe_compile.graph.modes import changes_autocast, changes_grad_mode, changes_mode, modes_around
 from moe_compile.graph.query import is_launch, overload_name, value_of
 from moe_compile.regions.fused_sums import FusedSums, emit_sums
@@ -45,6 +47,9 @@ OF_TORCH: Final = frozenset(
 )
 """Namespaces of operators that are the same wherever torch and megamoe are the same."""
 OF_PYTHON: Final = frozenset({"torch", "_operator", "builtins", "math", "passes", "moe_compile"})
+NUMBERS: Final = re.compile(rf"\b({KERNEL}|{CONSTANTS}) = \d+")
+WRITTEN: Final = (bool, int, float, str, torch.dtype, type(None))
+"""Types of a kernel's constants whose text is all there is to them."""
 Partition: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 AOT: Final = functools.partial(aot_autograd, keep_inference_input_mutations=True)
@@ -69,7 +74,7 @@ class LayerProgram:
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether its text determines it: it calls and is given nothing but objects of torch."""
+        """Whether its text determines it: it has the source of all that is not torch's own."""
         return not self.objects and _is_of_torch(self.module)
 
     @property
@@ -257,14 +262,29 @@ def _code(module: fx.GraphModule) -> Sequence[str]:
     inner = [line for _, child in module.named_children() for line in _code(child)]
     tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     shapes = [f"{name} {t.dtype} {tuple(t.shape)}" for name, t in sorted(tensors.items())]
-    return [getattr(module, "code", str(module)), *shapes, *inner]
+    code = NUMBERS.sub(r"\1", getattr(module, "code", str(module)))
+    launched = filter(None, map(launched_kernel, _nodes(module)))
+    kernels = [f"{_source(kernel)} {constants}" for kernel, constants in launched]
+    return [code, *kernels, *shapes, *inner]
+
+
+def _nodes(module: torch.nn.Module) -> Iterable[fx.Node]:
+    graph = getattr(module, "graph", None)
+    return graph.nodes if isinstance(graph, fx.Graph) else ()
+
+
+def _source(kernel: Any) -> str:
+    """Return Triton's hash of a kernel's source and of all it calls.
+
+    Its identity in this process for a kernel that Triton tunes, or interprets.
+    """
+    return getattr(kernel, "cache_key", "") or f"{kernel} {id(kernel)}"
 
 
 def _is_of_torch(module: torch.nn.Module) -> bool:
-    """Whether all calls are of torch or Python, and none of a kernel known by its number."""
-    graph = getattr(module, "graph", None)
-    nodes = graph.nodes if isinstance(graph, fx.Graph) else ()
-    return all(map(_calls_torch, nodes)) and all(map(_is_of_torch, module.children()))
+    """Whether the text of a module has the source of all that it calls and is not torch's own."""
+    calls_known = all(map(_calls_torch, _nodes(module)))
+    return calls_known and all(map(_is_of_torch, module.children()))
 
 
 def _calls_torch(node: fx.Node) -> bool:
@@ -272,8 +292,12 @@ def _calls_torch(node: fx.Node) -> bool:
         return True
     if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return overload_name(node).partition("::")[0] in OF_TORCH
+    if (launched := launched_kernel(node)) is not None:
+        kernel, constants = launched
+        is_written = all(isinstance(value, WRITTEN) for value in constants.values())
+        return is_written and hasattr(kernel, "cache_key")
     module = getattr(node.target, "__module__", None) or "torch"  # its functions in C have none
-    return str(module).partition(".")[0] in OF_PYTHON and "kernel_idx" not in node.kwargs
+    return str(module).partition(".")[0] in OF_PYTHON
 
 
 class _Traced(Exception):

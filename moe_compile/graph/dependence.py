@@ -16,7 +16,14 @@ import torch.fx as fx
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
 from torch.utils import _pytree as pytree
 
-from moe_compile.graph.inner_graphs import bodies, is_higher_order, is_opaque, seeded_call
+from moe_compile.graph.inner_graphs import (
+    CONSTANTS,
+    KERNEL,
+    bodies,
+    is_higher_order,
+    is_opaque,
+    seeded_call,
+)
 from moe_compile.graph.memory import storages_of
 from moe_compile.graph.observation import observed, written_by_schema
 from moe_compile.graph.query import is_wait, value_of
@@ -75,8 +82,8 @@ def _written_by_operator(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
     values = {k: value_of(v) if isinstance(v, fx.Node) else v for k, v in tensors.items()}
     try:
         written = get_mutated_tensors(
-            node.kwargs["kernel_idx"],
-            node.kwargs["constant_args_idx"],
+            node.kwargs[KERNEL],
+            node.kwargs[CONSTANTS],
             values,
             node.kwargs.get("tma_descriptor_metadata", {}),
         )

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 import torch.fx as fx
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
 FLEX_ATTENTION: Final = frozenset({"flex_attention", "flex_attention_backward"})
 """Attention of torch.nn.attention.flex_attention, whose graphs one kernel runs for each pair of
@@ -26,6 +27,8 @@ KNOWN: Final = frozenset(
 CHECKPOINT: Final = "tag_activation_checkpoint"
 AUTOGRAD_FUNCTION: Final = "autograd_function_apply"
 CHECKPOINT_POLICY: Final = "_checkpoint_context_fn"
+KERNEL, CONSTANTS = "kernel_idx", "constant_args_idx"
+"""Arguments that number a Triton kernel, and its arguments beside tensors, in a table of torch."""
 SEEDED: Final = frozenset(
     {"run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"}
 )
@@ -51,6 +54,14 @@ def is_flex_attention(node: fx.Node) -> bool:
 def is_autograd_function(node: fx.Node) -> bool:
     """Whether the node calls an `autograd.Function` of the program: its forward and backward."""
     return is_higher_order(node) and _operator_name(node) == AUTOGRAD_FUNCTION
+
+
+def launched_kernel(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
+    """Return the Triton kernel that a node launches, with its constants; None for another node."""
+    kernel, constants = node.kwargs.get(KERNEL), node.kwargs.get(CONSTANTS)
+    if not (is_higher_order(node) and isinstance(kernel, int) and isinstance(constants, int)):
+        return None
+    return kernel_side_table.get_kernel(kernel), kernel_side_table.get_constant_args(constants)
 
 
 def bodies(node: fx.Node) -> list[fx.GraphModule]:

@@ -29,7 +29,6 @@ from typing import Any, Final
 import sympy
 import torch
 import torch.fx as fx
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Max
@@ -37,6 +36,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from moe_compile.dims.record import Operator
+from moe_compile.graph.inner_graphs import launched_kernel
 from moe_compile.graph.memory import storages_of, tensors_in
 from moe_compile.graph.query import value_of
 from moe_compile.proof.constants import FILLS
@@ -328,8 +328,9 @@ FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, As
 
 def run_kernel(node: fx.Node, value: Callable[[fx.Node], Any]) -> None:
     """Run the kernel of a `triton_kernel_wrapper_mutation` node on `value` of its inputs."""
-    kernel: Any = kernel_side_table.get_kernel(_index(node, "kernel_idx"))
-    constants = kernel_side_table.get_constant_args(_index(node, "constant_args_idx"))
+    launched = launched_kernel(node)
+    assert launched is not None
+    kernel, constants = launched
     given = fx.node.map_arg((node.kwargs["kwargs"], node.kwargs["grid"]), value)
     tensors, grids = given
     grid = tuple(int(size) for size in grids[0])
@@ -342,12 +343,6 @@ def run_kernel(node: fx.Node, value: Callable[[fx.Node], Any]) -> None:
                 f"an operator must run on a CPU to be evaluated, and cannot: {error}"
             ) from error
         _run_on_device(kernel, grid, arguments)
-
-
-def _index(node: fx.Node, name: str) -> int:
-    index = node.kwargs[name]
-    assert isinstance(index, int)
-    return index
 
 
 def _interpret(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:

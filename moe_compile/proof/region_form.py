@@ -34,12 +34,11 @@ from typing import Any, Final
 import sympy
 import torch
 import torch.fx as fx
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from moe_compile.graph.aliases import origin
-from moe_compile.graph.inner_graphs import body_named, is_higher_order
+from moe_compile.graph.inner_graphs import CONSTANTS, KERNEL, body_named, launched_kernel
 from moe_compile.graph.modes import Mode, modes, modes_around
 from moe_compile.graph.query import is_leaf, value_of, waits_on
 from moe_compile.proof.constants import constant_nodes, constants_behind
@@ -53,8 +52,6 @@ PLAIN: Final = (
 )  # fmt: skip
 """Types whose `repr` determines the value."""
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
-KERNEL, CONSTANTS = "kernel_idx", "constant_args_idx"
-"""Arguments that number a Triton kernel, and its arguments beside tensors, in a table."""
 MOST: Final = 64
 
 _KEPT: Final[OrderedDict[tuple[object, bool, KernelBits], RowProof]] = OrderedDict()
@@ -172,10 +169,8 @@ class _Writer:
     def _called(self, node: fx.Node, place: Callable[[fx.Node], int]) -> str:
         target = node.target if isinstance(node.target, str) else self._same(node.target)
         kwargs = dict(node.kwargs)
-        if is_higher_order(node) and KERNEL in kwargs:
-            table: Any = kernel_side_table
-            kwargs[KERNEL] = _Same(table.get_kernel(kwargs[KERNEL]))
-            kwargs[CONSTANTS] = table.get_constant_args(kwargs[CONSTANTS])
+        if (launched := launched_kernel(node)) is not None:
+            kwargs[KERNEL], kwargs[CONSTANTS] = _Same(launched[0]), launched[1]
         return f"{node.op} {target} {self._value((node.args, kwargs), place)}"
 
     def _graph(self, body: fx.GraphModule) -> str:

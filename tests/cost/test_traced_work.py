@@ -7,6 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.triton_kernel_wrap import (
+    kernel_side_table,
+    triton_kernel_wrapper_mutation,
+)
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -346,6 +350,39 @@ def test_what_a_user_has_written_may_change_and_is_kept_in_the_process_alone(pro
     graphs = [gm.graph for gm in dynamo_graphs(lambda x: program(x), ROWS.detach())]
     found = [program_of(graph, set(graph.nodes)) for graph in graphs]
     assert all(f.origins and f.is_of_torch is is_of_torch for f in found)
+
+
+def text_with(kernel, **constants):
+    """Return the text of a program that launches a Triton kernel, and whether all is in it."""
+    graph = graph_of(torch.exp, ROWS.detach())
+    (exp,) = (node for node in graph.nodes if node.op == "call_function")
+    with graph.inserting_after(exp):
+        launch = graph.call_function(
+            triton_kernel_wrapper_mutation,
+            kwargs={
+                "kernel_idx": kernel_side_table.add_kernel(kernel),
+                "constant_args_idx": kernel_side_table.add_constant_args(constants),
+                "grid": [(1,)],
+                "tma_descriptor_metadata": {},
+                "kwargs": {"output_ptr": exp},
+            },
+        )
+    program = program_of(graph, {exp, launch})
+    return program.text, program.is_of_torch
+
+
+def test_a_triton_kernel_is_known_by_its_source_and_its_constants():
+    triton = pytest.importorskip("triton")
+    kernels = pytest.importorskip("torchtitan.models.moe.kernels", reason="needs triton")
+    kernel = kernels._fill_indices_kernel
+    tuned = triton.autotune([triton.Config({"BLOCK_SIZE": 128})], key=[])(kernel)
+    first, again, other = (text_with(kernel, BLOCK_SIZE=size) for size in (128, 128, 64))
+    assert first == again
+    assert first[0] != other[0]
+    assert first[1] and other[1]
+    assert text_with(tuned)[0] != text_with(kernel)[0]
+    assert not text_with(tuned)[1]
+    assert not text_with(kernel, BLOCK_SIZE=object())[1]
 
 
 def test_a_stretch_may_write_in_place_what_was_computed_before_it():
