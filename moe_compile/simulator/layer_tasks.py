@@ -52,7 +52,7 @@ class LayerTasks:
     label: str = ""
     """Prefix of every name: the number of a part of the batch."""
     weights: tuple[int, ...] = ()
-    """The task that quantises the experts' weights, once for all parts of the batch."""
+    """The task that copies the experts' weights, transposed, once for all parts of the batch."""
 
     def add_forward(self, behind: list[int] | None = None) -> int:
         """Add the forward of the layer, on the results of tasks `behind`; return its last task."""
@@ -327,9 +327,8 @@ def tasks_of(costs: LayerCosts) -> list[TaskList]:
     parts, blocks = _parts(costs), costs.method.blocks_per_graph
     ends: dict[str, list[int]] = {}
     for _ in range(blocks):
-        weights = _add_weights(costs, forward)
         for part, label in parts:
-            layer = LayerTasks(costs=part, tasks=forward, label=label, weights=weights)
+            layer = LayerTasks(costs=part, tasks=forward, label=label)
             ends[label] = [layer.add_forward(ends.get(label))]
     ends = {}
     for left in reversed(range(blocks)):
@@ -341,9 +340,9 @@ def tasks_of(costs: LayerCosts) -> list[TaskList]:
 
 
 def _add_weights(costs: LayerCosts, tasks: TaskList) -> tuple[int, ...]:
-    """Add the task that quantises the experts' weights of one layer, if there is one."""
-    us = costs.quantised_weights_us()
-    return (tasks.add("quantise weights", us),) if us else ()
+    """Add the task that copies the experts' weights of one layer, if there is one."""
+    us = costs.transposed_weights_us()
+    return (tasks.add("transpose weights", us),) if us else ()
 
 
 def bound_us(costs: LayerCosts) -> float:

@@ -72,7 +72,8 @@ class Products(enum.Enum):
     """None."""
     EXPERTS = "fp8"
     """Products of routed experts, and those that make gradients of their rows: `expert_compute` of
-    the compiler. Kernels quantise rows and weights; rows that come in fp8 feed a product so."""
+    the compiler. Kernels quantise rows; rows that come in fp8 feed a product so. Weights are
+    quantised before FSDP2 gathers them, once for all micro-batches of a step."""
     EXPERTS_FREE = "fp8-free"
     """The same products if nothing had to be quantised: the bound of `EXPERTS`."""
     ALL = "fp8-all"

@@ -16,11 +16,12 @@ from moe_compile.hardware.links import sent_us
 from moe_compile.simulator.kernels import Kernels
 from moe_compile.simulator.layer_costs import LayerCosts
 from moe_compile.simulator.layer_tasks import LayerTime, time_layer
-from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Method
+from moe_compile.simulator.method import AttentionSharding, ExpertSharding, Method, Products
 from moe_compile.simulator.models import ModelShape
 
 FIXED_US: Final = 50e3
 """Fixed time of a step: data loader, clipping, logging. Assumed."""
+BF16, FP8 = 2, 1
 OPTIMIZER_BYTES: Final = 28
 """Bytes Adam reads and writes per parameter: fp32 weight, two moments both ways, gradient, bf16."""
 HEAD_BYTES: Final = 20
@@ -200,19 +201,30 @@ def _head_us(setting: Setting) -> float:
 
 
 def _gradient_us(setting: Setting) -> float:
-    """Time of reduce-scatter of gradients and all-gather of bf16 parameters between nodes.
+    """Time of reduce-scatter of gradients and all-gather of parameters between nodes.
 
-    All but the last of the interleaved chunks hide under the backward of others.
+    Parameters are gathered in bf16; those of experts in fp8 where the compiler's products read them
+    so, as FSDP2 does in its torchtitan jobs. All but the last of the interleaved chunks hide under
+    the backward of others.
     """
     link, copies = setting.profile.network, setting.expert_replicas
-    params = setting.expert_params * (copies - 1) / copies + setting.dense_params
-    nbytes = params * (setting.job.gradient_bytes + 2)
+    wire = setting.job.gradient_bytes
+    experts = setting.expert_params * (copies - 1) / copies
+    in_eight_bits = setting.method.products in (Products.EXPERTS, Products.EXPERTS_FREE)
+    nbytes = experts * (wire + (FP8 if in_eight_bits else BF16))
+    nbytes += setting.dense_params * (wire + BF16)
     return sent_us(nbytes, link.gather_gb_per_s) / setting.job.virtual_stages
 
 
 def _optimizer_us(setting: Setting) -> float:
-    """Time of Adam over the parameters whose state a rank has (ZeRO-1)."""
+    """Time of Adam over the parameters whose state a rank has (ZeRO-1).
+
+    With the time to quantise those of experts, which are gathered in fp8.
+    """
     memory = setting.profile.memory
     dense = setting.dense_params / max(setting.replicas, 1.0)
-    params = setting.expert_params / setting.expert_replicas + dense
-    return sent_us(params * OPTIMIZER_BYTES, memory.gb_per_s * memory.share)
+    experts = setting.expert_params / setting.expert_replicas
+    nbytes = (experts + dense) * OPTIMIZER_BYTES
+    if setting.method.quantises:
+        nbytes += experts * (BF16 + FP8)
+    return sent_us(nbytes, memory.gb_per_s * memory.share)

@@ -150,7 +150,7 @@ def test_what_quantising_takes_is_what_is_computed():
     model, routed = costs.model, costs.routed_rows / 1e6
     came, hidden = routed * model.width, routed * model.expert_width
     weights = costs.local_experts * model.expert_weights / 1e6
-    expected = [2 * 3 * weights, 3 * came, 2 * came, 2 * hidden, hidden, -2 * came]
+    expected = [2 * weights, 3 * came, 2 * came, 2 * hidden, hidden, -2 * came]
     heading = "what a layer of deepseek-v3 moves for one sequence, forward and backward"
     assert [*rows(heading, PRODUCTS).values()] == [[f"{mb:.0f}"] for mb in expected]
     quantising = (us[Products.EXPERTS] - us[Products.EXPERTS_FREE]) / 1e3

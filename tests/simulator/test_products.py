@@ -8,6 +8,7 @@ from moe_compile.cost.tasks import COMPUTE
 from moe_compile.simulator.layer_tasks import tasks_of, time_layer
 from moe_compile.simulator.method import Crossing, Overlap, Products
 from moe_compile.simulator.scenario import make_setting
+from moe_compile.simulator.step import predict_step
 
 FP8, BF16 = 1.0, 2.0
 
@@ -48,8 +49,8 @@ def test_quantising_writes_a_byte_where_rows_are_made_and_rows_in_fp8_are_counte
     free, found = (costs(p, **changes) for p in (Products.EXPERTS_FREE, Products.EXPERTS))
     model = found.model
     routed, hidden = found.routed_rows, model.expert_width
-    weights = 2 * found.local_experts * model.expert_weights
-    moved = routed * (rows * model.width + hidden + 2 * hidden) + 3 * weights
+    weights = found.local_experts * model.expert_weights
+    moved = routed * (rows * model.width + hidden + 2 * hidden) + 2 * weights
     memory = found.profile.memory
     us = moved / (memory.gb_per_s * memory.share * 1e3)
     assert busy_us(found) - busy_us(free) == pytest.approx(us)
@@ -77,15 +78,33 @@ def test_factors_in_fp8_have_half_the_bytes():
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_a_weight_is_quantised_once_in_each_graph_for_all_parts_of_the_batch(parts, blocks):
+def test_a_weight_is_transposed_once_in_a_backward_graph_for_all_parts_of_the_batch(parts, blocks):
     changes = {"batch_parts": parts, "micro_batch": parts, "blocks_per_graph": blocks}
-    for tasks in tasks_of(costs(Products.EXPERTS, **changes)):
-        made = [place for place, one in enumerate(tasks.tasks) if one.name == "quantise weights"]
-        first = [one for one in tasks.tasks if "experts 1" in one.name or "experts 2'" in one.name]
-        assert len(made) == blocks
-        readers = [one for one in first if not {*made}.isdisjoint(one.needs)]
-        assert len(readers) == parts * blocks
-        assert all(one.stream == COMPUTE for one in readers)  # an exchange does not wait for it
+    forward, backward = tasks_of(costs(Products.EXPERTS, **changes))
+    assert not any(one.name == "transpose weights" for one in forward.tasks)
+    made = [place for place, one in enumerate(backward.tasks) if one.name == "transpose weights"]
+    first = [one for one in backward.tasks if "experts 2'" in one.name]
+    assert len(made) == blocks
+    readers = [one for one in first if not {*made}.isdisjoint(one.needs)]
+    assert len(readers) == parts * blocks
+    assert all(one.stream == COMPUTE for one in readers)  # an exchange does not wait for it
+
+
+def test_weights_of_experts_are_gathered_in_the_bits_of_their_products():
+    """A byte less for each that others have, and 3 bytes read and written to quantise one's own."""
+    whole, free, found = (
+        make_setting("deepseek-v3", "h100", changes={"products": products})
+        for products in (Products.BF16, Products.EXPERTS_FREE, Products.EXPERTS)
+    )
+    network, memory, copies = whole.profile.network, whole.profile.memory, whole.expert_replicas
+    assert copies > 1
+    saved_us = whole.expert_params * (1 - 1 / copies) / (network.gather_gb_per_s * 1e3)
+    made_us = 3 * whole.expert_params / copies / (memory.gb_per_s * memory.share * 1e3)
+    steps = {name: predict_step(one) for name, one in zip("wfe", (whole, free, found), strict=True)}
+    gathered = {name: step.gradient_us * whole.job.virtual_stages for name, step in steps.items()}
+    assert gathered["f"] == gathered["e"] == pytest.approx(gathered["w"] - saved_us)
+    assert steps["f"].optimizer_us == steps["w"].optimizer_us
+    assert steps["e"].optimizer_us == pytest.approx(steps["w"].optimizer_us + made_us)
 
 
 @pytest.mark.parametrize("overlap", list(Overlap))
