@@ -211,6 +211,9 @@ def noted(folder, rank, trainer):
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
+BOTH_TENSOR_PARALLEL = (
+    "parallelism.tensor_parallel_degree", "parallelism.expert_tensor_parallel_degree"
+)  # fmt: skip
 JOBS = [
     (2, {"activation_checkpoint.mode": "full"}),
     (2, {"megamoe.codegen": "inductor"}),
@@ -224,6 +227,7 @@ JOBS = [
             "parallelism.fsdp_reshard_after_forward": "never",
         },
     ),
+    (4, dict.fromkeys(BOTH_TENSOR_PARALLEL, 2)),
 ]
 
 
