@@ -177,8 +177,10 @@ _DISPATCH_AND_WIRE: Final = {
     Reason.NO_GROUPED_PRODUCT: "multiply rows [R, K] by weights [E, K, N] that are plain tensors, "
     "both of bfloat16, by torch._grouped_mm(rows, weights, offs=ends), or set "
     "megamoe.expert_compute = 'same'",
-    Reason.PRODUCTS_TOGETHER: 'in megamoe.fp8_products write "gate" and "up" both, or neither; for '
-    'experts of another form write "gate", "up" and "down" all, or none of them',
+    Reason.PRODUCTS_TOGETHER: 'in megamoe.fp8_products write "gate" and "up" both, or neither, if '
+    'one product computes both or the two cannot be told apart; write "gate", "up" and "down" all, '
+    "or none of them, if the experts have another form than one or two products of the rows and "
+    "then one more",
     Reason.NO_E4M3: "leave megamoe.dispatch_wire, megamoe.combine_wire and megamoe.expert_compute "
     "at 'same' on this GPU",
     Reason.SUMS_TRAVEL: "set megamoe.dispatch = 'all_to_all', or set the wire option to 'same'",
