@@ -247,7 +247,7 @@ def _verdict(one: PlannedExperts) -> str:
 def _rounds(parameter: str) -> str:
     return (
         f"the gradient of {parameter}, which rows of several experts read, is added up in a "
-        "different order than in the model, so it differs by at most m + 1 eps times the sum of "
+        "different order than in the model, so it differs by at most (m + 1) eps times the sum of "
         "the magnitudes of its m terms"
     )
 
