@@ -12,24 +12,27 @@ INTRODUCTION: Final = f"""\
 # Which torch
 
 This page says which releases of torch megamoe was run on, and which steps passed on each. `make
-lanes` made the table, on CPUs alone. It runs megamoe on each release, in a separate environment
-that it removes again:
+lanes` made the table, on CPUs alone. For each release it makes a separate environment, which it
+removes again. In this environment it
 
-- the import, and the README's example on two ranks;
-- the debug recipe for {STEPS} steps, against the same job without compiling on the same torch;
-- the quick tests of the folders named;
-- the generation of three CUDA programs, whose code is then read.
+- imports megamoe, and runs the README's example on two ranks;
+- trains the debug recipe for {STEPS} steps, and compares each loss with that of the same job
+  without compilation, on the same torch;
+- runs the quick tests of those folders of `tests/` that the table names;
+- generates the code of three CUDA programs by `benchmarks.cuda`, which then [reads this
+  code](testing.md#cuda-code-without-a-gpu).
 
-`make lanes VERSIONS=2.11.0` runs one release. A step that passed is not run again.
+`make lanes VERSIONS=2.11.0` runs one release. A step that has passed on a release is not run again.
 
 `make test` runs on 2.13.0, and all other pages are about this release. The oldest release that
 megamoe supports is 2.11.0, which is also in many GPU images. A cell has the day on which the step
-passed. An empty cell means that the step was not run, and "no" that it failed. "off 0.02%" means
-that in every step the recipe's loss differed from the loss in eager mode by at most 0.02%.
+passed. An empty cell means that the step was not run. "no" means that the step failed on that day.
+"off 0.02%" means that in every step the recipe's loss differed from the loss in eager mode by at
+most 0.02%.
 
 All lanes use Python 3.11. Python 3.12.1 and 3.13.0 compile the sources without a warning (`python
--W error::SyntaxWarning -m compileall`), but nothing was run on these. `make lint` refuses code that
-3.11 cannot read, and string escapes about which newer versions warn.
+-W error::SyntaxWarning -m compileall`), but nothing was run on these versions. `make lint` refuses
+code that 3.11 cannot read, and string escapes about which newer versions warn.
 
 """
 
