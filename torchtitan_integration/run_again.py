@@ -2,7 +2,7 @@
 
 Contract
     Before the gradients of a step are clipped all ranks agree whether rows had no room on any of
-    them: one all-reduce of an integer, and one read by the host. If so, every rank runs all
+    them: one all-reduce of two integers, and one read by the host. If so, every rank runs all
     microbatches of the step again by the programs with reads. Before that random state, buffers
     (`tokens_per_expert` among them) and gradients are as they were when the step began; no weight
     has moved. The losses that torchtitan holds become those of the second run. Batches are not
