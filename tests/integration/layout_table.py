@@ -93,8 +93,8 @@ chunks. Every MoE layer runs in chunks. The same code lays out other degrees on 
 ALONE: Final = """
 ## Compared with one rank alone
 
-Most of these layouts have no exchange to hide. In the last layout of this table, experts are divided by columns, and
-scores multiply the rows before the experts.
+Most of these layouts have no exchange to hide. In the last layout of this table, experts are
+divided by columns, and scores multiply the rows before the experts.
 
 """
 DIVIDED: Final = """
