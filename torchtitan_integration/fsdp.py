@@ -82,8 +82,11 @@ def _drop_own_names(
         del state[name]
 
 
-def apply_fsdp(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
-    """Shard `model`, whole or a pipeline stage of it, over its data-parallel ranks."""
+def apply_fsdp(model: nn.Module, dims: ParallelDims, job: JobConfig, keeps_weights: bool) -> None:
+    """Shard `model`, whole or a pipeline stage of it, over its data-parallel ranks.
+
+    With `keeps_weights` none is gathered in eight bits.
+    """
     replicate = ["dp_replicate"] if dims.dp_replicate_enabled else []
     policy = job.parallelism.fsdp_reshard_after_forward
     reshards = policy == "always" or (policy == "default" and not dims.pp_enabled)
@@ -101,7 +104,8 @@ def apply_fsdp(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
     if model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, **settings)
     experts_mesh = expert_mesh(dims, [*replicate, "efsdp"])
-    _choose_gathers(model, dims, job)
+    if not keeps_weights:
+        _choose_gathers(model, dims, job)
     for blocks in block_groups(model, job):
         experts: set[nn.Parameter] = set()
         if carriers := _carriers(blocks):

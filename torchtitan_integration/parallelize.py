@@ -61,8 +61,12 @@ def parallelize(
     dims: ParallelDims,
     job: JobConfig,
     compile_forward: Compile = compile_whole,
+    *,
+    keeps_weights: bool = False,
 ) -> nn.Module:
     """Lay out a model, or a pipeline stage of it; the `parallelize_fn` of our train specs.
+
+    With `keeps_weights` FSDP2 gathers them in sixteen bits: others than megamoe read them too.
 
     Raises InvalidConfig for a layout this version does not have.
     """
@@ -72,7 +76,7 @@ def parallelize(
     agree_on_machines()
     apply_model_parallelism(model, dims, job, compile_forward)
     announce_first_calls(block_groups(model, job))
-    apply_data_parallelism(model, dims, job)
+    apply_data_parallelism(model, dims, job, keeps_weights)
     return model
 
 
@@ -145,10 +149,12 @@ def announce_first_calls(groups: Iterable[Sequence[nn.Module]]) -> None:
         handles.append(blocks[0].register_forward_pre_hook(announce(which, handles)))
 
 
-def apply_data_parallelism(model: nn.Module, dims: ParallelDims, job: JobConfig) -> None:
+def apply_data_parallelism(
+    model: nn.Module, dims: ParallelDims, job: JobConfig, keeps_weights: bool
+) -> None:
     """Apply FSDP2; or DDP, where there are replicas and nothing else."""
     if dims.fsdp_enabled or dims.ep_enabled:
-        apply_fsdp(model, dims, job)
+        apply_fsdp(model, dims, job, keeps_weights)
     elif dims.dp_replicate_enabled:
         apply_ddp(model, dims.get_mesh("dp_replicate"), enable_compile=False)
 

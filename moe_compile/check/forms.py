@@ -197,6 +197,8 @@ def _in_use(report: Mapping[str, Any]) -> set[str]:
         "attention_chunks": any(one["num_chunks"] > 1 for one in report["attention"]),
         "batch_parts": "split_batch" in applied,
         "transport": "route_exchanges" in applied,
+        "apply_scores": "apply_scores" in applied,
+        "expert_compute": "quantize_products" in applied,
     }
     wires = {
         f"{way}_wire": any(one["wires"].get(way, ("same",))[0] != "same" for one in regions)

@@ -48,7 +48,7 @@ FLOOR: Final = 1e-4
 FLOOR_ALONE: Final = 0.02
 """As `FLOOR` where there is nothing of Inductor's beside it."""
 FLOOR_LOSSY: Final = 0.06
-"""As `FLOOR` where rows travel in eight bits: 25 decibels of signal to noise."""
+"""As `FLOOR` where rows are in eight bits: 25 decibels of signal to noise."""
 ALL: Final = "all gradients"
 Place = tuple[str, str]
 """Name of a region, and its place in the source."""
@@ -158,7 +158,7 @@ def _regions(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def excuses(config: MegaMoEConfig, report: Mapping[str, Any]) -> tuple[str, ...]:
     """Return why bits may differ from those as written: options, and what a CPU rounds by place."""
-    regions = [*report["regions"], *report["attention"]]
+    regions, applied = [*report["regions"], *report["attention"]], passes_of(report)
     said = [text for one in regions for text in one["remarks"] if text.startswith(LAST_BITS)]
     asked = {
         f"numerics = {config.numerics!r}": config.numerics != "exact",
@@ -166,13 +166,20 @@ def excuses(config: MegaMoEConfig, report: Mapping[str, Any]) -> tuple[str, ...]
         'chunk_by = "tokens"': config.chunk_by == "tokens",
         'nodes = "rounded"': config.nodes == "rounded",
         'dispatch = "all_gather"': any(r["dispatch"] == "all_gather" for r in report["regions"]),
-        "rows in eight bits": is_lossy(config),
+        "rows in eight bits": _sends_eight_bits(config),
+        "products in eight bits": "quantize_products" in applied,
+        "scores before the down projection": "apply_scores" in applied,
+        "gradients that travel in bfloat16": "compress_gradients" in applied,
     }
     return tuple(dict.fromkeys([*(name for name, is_so in asked.items() if is_so), *said]))
 
 
 def is_lossy(config: MegaMoEConfig) -> bool:
-    """Whether options ask for rows in eight bits."""
+    """Whether options ask for rows, or for products, in eight bits."""
+    return _sends_eight_bits(config) or config.expert_compute != "same"
+
+
+def _sends_eight_bits(config: MegaMoEConfig) -> bool:
     wires = (config.dispatch_wire, config.combine_wire)
     return any(w.startswith("fp8") for w in wires) or config.numerics == "lossy"
 

@@ -191,12 +191,7 @@ def verdicts(out: Path, summary: Mapping[str, Any]) -> list[str]:
             f"note: only the model's first {summary['layers']} layers ran. The check does not show "
             "the time and memory of all layers, nor how differences add up over depth"
         )
-    said += [
-        f"note: {name} = {value} acts outside of compiled blocks. It is the same in every form, so "
-        "the check shows neither its effect on results nor its gain"
-        for name, value in summary["outside"].items()
-    ]
-    return said
+    return [*said, *(f"note: {line}" for line in summary["unseen"])]
 
 
 def _why_not(ended: Mapping[str, Any], section: Section) -> str:

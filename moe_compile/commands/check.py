@@ -159,7 +159,7 @@ def run_on_ranks(
             "ranks": team.num_ranks,
             "layers": known.layers,
             "settings": settings,
-            "outside": job.outside,
+            "unseen": job.unseen,
         }
         return run(Started(team=team, out=out, head=head))
     except KeyboardInterrupt:

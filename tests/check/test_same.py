@@ -150,10 +150,11 @@ def test_generated_code_is_held_to_inductors_distance(tmp_path, off, is_same):
 
 def test_rows_in_eight_bits_may_be_farther(tmp_path):
     found = replace(OURS, difference=FIRST, squares={"w": (0.05**2, 1.0)})
-    lossy = MegaMoEConfig(dispatch_wire="fp8")
     theirs = {ALL: 1e-3, "w": 1e-3}
     assert FLOOR_LOSSY > 0.05
-    assert not judged(tmp_path, AS_ASKED, found, config=lossy, inductor=theirs).data["failures"]
+    for options in ({"dispatch_wire": "fp8"}, {"expert_compute": "fp8_blockwise"}):
+        lossy = MegaMoEConfig(**options)
+        assert not judged(tmp_path, AS_ASKED, found, config=lossy, inductor=theirs).data["failures"]
     assert judged(tmp_path, AS_ASKED, found, inductor=theirs).data["failures"]
 
 
@@ -184,6 +185,20 @@ REGION = {"remarks": (), "dispatch": "all_to_all"}
 
 
 @pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("quantize_products", ("products in eight bits",)),
+        ("apply_scores", ("scores before the down projection",)),
+        ("compress_gradients", ("gradients that travel in bfloat16",)),
+        ("chunk_regions", ()),
+    ],
+)
+def test_a_pass_that_leaves_bits_open_is_said(name, wanted):
+    passes = [{"pass": name, "applied": ["a node"]}, {"pass": "apply_scores", "applied": []}]
+    assert excuses(MegaMoEConfig(), {"regions": [], "attention": [], "passes": passes}) == wanted
+
+
+@pytest.mark.parametrize(
     ("options", "region", "wanted"),
     [
         ({}, {}, ()),
@@ -200,5 +215,5 @@ REGION = {"remarks": (), "dispatch": "all_to_all"}
     ],
 )  # fmt: skip
 def test_what_leaves_bits_open_is_said(options, region, wanted):
-    report = {"regions": [{**REGION, **region}], "attention": []}
+    report = {"regions": [{**REGION, **region}], "attention": [], "passes": []}
     assert excuses(MegaMoEConfig(**options), report) == wanted

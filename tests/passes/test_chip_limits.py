@@ -93,6 +93,21 @@ def test_products_the_host_waits_for_are_said_once_and_left_whole(
     assert "no grouped GEMM kernel" in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"routing_skew": 0.5}, {"nodes": "exact", "node_ranks": 1}, {"dispatch": "all_gather",
+     "chunk_by": "tokens"}, {}],
+)  # fmt: skip
+def test_auto_chunks_no_products_that_the_host_waits_for_whatever_else_is_asked(
+    fake_ranks, on_gpu, options
+):
+    on_gpu(HOPPER)
+    assert planned(fake_ranks, 0.02, equal_tokens=True, **options).plan.num_chunks > 1
+    on_gpu(AMPERE)
+    one = planned(fake_ranks, 0.02, equal_tokens=True, **options)
+    assert (one.plan.num_chunks, one.left["chunks"].reason) == (1, Reason.PRODUCTS_WAIT)
+
+
 def test_where_torch_has_a_kernel_nothing_is_said(fake_ranks, on_gpu, caplog):
     on_gpu(BLACKWELL)
     assert planned(fake_ranks).plan.num_chunks == 2

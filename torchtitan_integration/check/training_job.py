@@ -136,7 +136,7 @@ def _lay_out(forms: Forms, *given: Any) -> Any:
         del backend
         return forms.switch(forward, options or {}, precise=without_checkpoints(forward))
 
-    return parallelize(part, dims, with_model_compiled(job), switch)
+    return parallelize(part, dims, with_model_compiled(job), switch, keeps_weights=True)
 
 
 def without_checkpoints(forward: Forward) -> Forward:

@@ -56,7 +56,7 @@ def decide_edges(draft: Draft, state: CompileState, layer: TracedNodes) -> None:
 def _decide(draft: Draft, state: CompileState, layer: TracedNodes) -> Decision | None:
     """Decide on a flat exchange by a price of uneven routing, where there is one."""
     is_flat = draft.gathered is None and draft.two_hops is None
-    if not is_flat or isinstance(draft.proof, Left) or draft.by_tokens:
+    if not is_flat or isinstance(draft.proof, Left) or draft.by_tokens or draft.waits:
         return None
     exchange = FlatExchange(
         num_chunks=draft.num_chunks,

@@ -39,6 +39,8 @@ class Draft:
     num_slices: int = 1
     """Slices of hop 1, beside chunks of experts."""
     not_chunked: Left | None = None
+    waits: bool = False
+    """Whether the host waits for products of its experts, so that "auto" makes one chunk."""
     by_load: bool = False
     """Whether edges of chunks follow from the rows that experts have."""
     even_edges: Left | None = None

@@ -106,6 +106,7 @@ def plan_experts(
     drafts = [Draft(found=f, proof=f.proof, by_tokens=by_tokens) for f in state.found.experts]
     for draft in drafts:
         draft.never_packed = never_packed(draft.found, state.config)
+        draft.waits = products_wait(draft.region) and state.config.chunks == "auto"
     regions = [draft.region for draft in drafts]
     for draft in drafts:
         form = even_form(draft.found, state.config)
@@ -121,6 +122,8 @@ def plan_experts(
         if draft.two_hops is not None:
             parts = plan_hop_parts(draft.found, state.config, draft.decision)
             draft.num_chunks, draft.num_slices, draft.not_chunked = parts
+            if draft.waits:
+                draft.num_chunks, draft.not_chunked = 1, Left(Reason.PRODUCTS_WAIT)
         elif draft.gathered is None and isinstance(draft.proof, RowProof):
             _decide_chunks(draft, state, layers.around(draft.region))
         decide_edges(draft, state, layers.around(draft.region))
@@ -159,6 +162,8 @@ def _decide_dispatch(
     crossing = Left(Reason.GATHERED, "each token goes to every rank")
     draft.not_in_two_hops = crossing if config.nodes != "off" else Left(Reason.NOT_ASKED)
     slices, draft.not_chunked = plan_token_slices(config, form.found, draft.decision)
+    if draft.waits:
+        slices, draft.not_chunked = 1, Left(Reason.PRODUCTS_WAIT)
     draft.num_chunks, draft.gathered = slices, replace(form, num_slices=slices)
 
 
@@ -231,7 +236,7 @@ def _gathering(
 
 def _decide_chunks(draft: Draft, state: CompileState, layer: TracedNodes) -> None:
     """Decide the number of chunks of a region whose rows are exchanged."""
-    if products_wait(draft.region) and state.config.chunks == "auto":
+    if draft.waits:
         draft.num_chunks, draft.not_chunked = 1, Left(Reason.PRODUCTS_WAIT)
         return
     if draft.decision is None or draft.decision.gathers:  # gathering was refused
@@ -252,7 +257,7 @@ def _decide_chunks_with_room(
     draft.num_chunks, draft.not_chunked = 1, ONE_CHUNK
     if config.chunks != "auto":
         draft.num_chunks = int(config.chunks)
-    elif products_wait(draft.region):
+    elif draft.waits:
         draft.not_chunked = Left(Reason.PRODUCTS_WAIT)
     else:
         room = room_of_work(form.region, form.room)
