@@ -72,7 +72,7 @@ def asks_for_megamoe(job: Any) -> bool:
 def with_model_compiled(job: Any) -> Any:
     """Return a torchtitan job that compiles the model too, where it names our backend.
 
-    torchtitan's own files for MoE models compile the loss alone.
+    Some of torchtitan's own files for MoE models compile the loss alone.
     """
     components = job.compile.components
     if job.compile.backend != BACKEND or MODEL in components:

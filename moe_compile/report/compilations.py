@@ -10,7 +10,7 @@ parameters, are no candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -125,31 +125,33 @@ class Compilation:
 
     def warnings(self) -> list[str]:
         """Return the warnings."""
-        warning = self._warning_of_exchanges()
-        return [*([warning] if warning else []), *map(warning_of, self.left_out)]
+        return [*self._warnings_of_exchanges(), *map(warning_of, self.left_out)]
 
-    def _warning_of_exchanges(self) -> str:
-        """Return the warning for this graph, "" where there is none.
+    def _warnings_of_exchanges(self) -> Iterator[str]:
+        """Yield the warnings for this graph.
 
-        It is about exchanges in a graph without a region; beside regions, about exchanges that
+        They are about exchanges in a graph without a region; beside regions, about exchanges that
         dispatch rows; and about a graph that ends at a collective. One place has one text
         however often it is compiled: no node is named.
         """
         left = self.unmatched_dispatches if self.has_regions else self.unmatched
         ends = self.graph_break
+        if (self.has_regions or not left) and ends and ends.is_collective:
+            yield warning_of(ends)
         if not left:
-            return warning_of(ends) if ends and ends.is_collective else ""
+            return
         first, others = left[0], ", like others" if len(left) > 1 else ""
         if self.has_regions:
-            return (
+            yield (
                 f"megamoe: the exchange at {first.where or self.site} is left as it is{others}, "
                 f"beside the MoE regions of its graph: {first.why}. {to_do(first.reason)}"
             )
+            return
         attention = [f"; attention at {a.where}: {a.verdict}" for a in self.attention]
         change = to_do(first.reason)
         if ends is not None:
             change = f"The graph ends at {ends}. To do: {ends.remedy}"
-        return (
+        yield (
             f"megamoe: the exchange at {first.where or self.place_of_exchange} is left as it is"
             f"{others}, and no MoE region was found in its graph: {first.why}. {change}"
             f"{''.join(attention)}"

@@ -92,7 +92,9 @@ def headline(report: Mapping[str, Any]) -> str:
 
 
 NOT_COMPILED: Final = "Dynamo gave megamoe no graph"
-DONE: Final = frozenset({"chunked", "all-gathered", "dispatched in two hops", "left whole"})
+DONE: Final = frozenset(
+    {"chunked", "all-gathered", "dispatched in two hops", "without host reads", "left whole"}
+)
 """Verdicts on regions that are proven; one that is left whole is scheduled."""
 APPLIED: Final = ": applied to "
 """Part of a report's text on a rewrite of another package."""

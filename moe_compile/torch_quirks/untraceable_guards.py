@@ -6,7 +6,7 @@ Fault
     before any backend is asked, where Dynamo without that setting ends the graph at the read.
 Seen in
     torch 2.13, up to 2.14: `GuardOnDataDependentSymNode`, an error. Torch 2.15 makes a `UserError`
-    of it and runs the function eagerly by itself, without a word.
+    of it and ends the graph at the list, or inside a `try` runs the function eagerly.
 Noticed by
     `test_a_list_indexed_by_a_number_that_is_read_is_an_error` in test_still_there.py.
 Contract

@@ -1,5 +1,6 @@
 """A graph with an exchange and no region is never silent: a warning, a report, and `strict`."""
 
+import dataclasses
 import json
 import logging
 
@@ -11,7 +12,7 @@ from moe_compile import backend
 from moe_compile.config import MegaMoEConfig
 from moe_compile.errors import RegionRefused
 from moe_compile.report.explain import print_report
-from moe_compile.report.graph_breaks import forget_frames
+from moe_compile.report.graph_breaks import GraphBreak, forget_frames
 from tests.capture import dynamo_graphs
 from tests.layers import GroupedExperts
 
@@ -132,6 +133,23 @@ def test_rows_dispatched_beside_a_region_are_not_silent(fake_ranks, caplog):
     assert " in one_way is left as it is, beside" in warning
     with pytest.raises(RegionRefused, match=r"To do: send the rows"):
         compile_program(program, fake_ranks, **{"megamoe.strict": True})
+
+
+def test_a_graph_that_ends_at_a_collective_is_warned_of_beside_all_else(fake_ranks):
+    """Where an exchange beside a region was warned of, the end of the graph was not."""
+    layer = GroupedExperts(16, 24, 8, 2, fake_ranks)
+
+    def program(x):
+        return layer(x.bfloat16()), one_way(x, fake_ranks)
+
+    (gm,) = dynamo_graphs(program, torch.randn(32, 16))
+    compilation = backend.rewrite(gm, MegaMoEConfig())[1]
+    ends = GraphBreak(where="mine.py:7 in forward", why="async_op=True", is_collective=True)
+    end, beside = dataclasses.replace(compilation, graph_break=ends).warnings()
+    assert "no region is found around mine.py:7 in forward" in end
+    assert [beside] == compilation.warnings() and "beside the MoE regions" in beside
+    told = dataclasses.replace(ends, is_collective=False)
+    assert dataclasses.replace(compilation, graph_break=told).warnings() == [beside]
 
 
 def test_a_report_that_cannot_be_written_is_warned_of_and_ends_nothing(
