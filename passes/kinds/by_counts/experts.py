@@ -120,10 +120,7 @@ def plan_experts(
         _decide_dispatch(draft, regions, state, layers.around(draft.region))
     for draft in others:
         if draft.two_hops is not None:
-            parts = plan_hop_parts(draft.found, state.config, draft.decision)
-            draft.num_chunks, draft.num_slices, draft.not_chunked = parts
-            if draft.waits:
-                draft.num_chunks, draft.not_chunked = 1, Left(Reason.PRODUCTS_WAIT)
+            _decide_hop_parts(draft, state.config)
         elif draft.gathered is None and isinstance(draft.proof, RowProof):
             _decide_chunks(draft, state, layers.around(draft.region))
         decide_edges(draft, state, layers.around(draft.region))
@@ -215,6 +212,14 @@ def _decide_hops(
     draft.not_in_two_hops = form if isinstance(form, Left) else None
     if (shape := shape_of_hops(forms)) is not None:
         draft.hop_prices = price_hops(draft.region, draft.proof, shape, state.hardware, layer)
+
+
+def _decide_hop_parts(draft: Draft, config: MegaMoEConfig) -> None:
+    """Decide the parts that the rows of a region in two hops travel in."""
+    parts = plan_hop_parts(draft.found, config, draft.decision)
+    draft.num_chunks, draft.num_slices, draft.not_chunked = parts
+    if draft.waits:
+        draft.num_chunks, draft.not_chunked = 1, Left(Reason.PRODUCTS_WAIT)
 
 
 def _gathering(
