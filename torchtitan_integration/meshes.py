@@ -217,7 +217,8 @@ def exchange_buffers(dims: ParallelDims, options: MegaMoEConfig) -> int:
     groups = exchange_groups(dims)
     groups += [sequence_mesh(dims).get_group()] if dims.cp_enabled else []
     backend = dist.get_backend()
-    if not groups or options.hardware == "cpu" or backend not in ("nccl", *UNCOMPARED):
+    has_nccl = "nccl" in backend  # or "cuda:nccl,cpu:gloo", where state is kept on the host
+    if not groups or options.hardware == "cpu" or not (has_nccl or backend in UNCOMPARED):
         return 0
     of_machine = options.node_ranks or int(
         os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())

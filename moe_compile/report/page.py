@@ -24,6 +24,7 @@ from moe_compile.report.explanation_text import (
     NOTHING_SEEN,
     ONE_GRAPH,
     headline,
+    why_nothing_was_rewritten,
 )
 from moe_compile.report.timelines import GraphTimeline, Run, timelines_of, trace_of
 from moe_compile.schedule.timeline_data import unpacked
@@ -67,6 +68,13 @@ def page_of(report: Mapping[str, Any], trace: str = "") -> str:
     return TEMPLATE.read_text().replace(DATA, safe)
 
 
+def _without_times(report: Mapping[str, Any]) -> str:
+    """Return the first line of a page on a program none of whose graphs has predicted times."""
+    if why_nothing_was_rewritten(report):
+        return "megamoe: nothing is rewritten"
+    return "megamoe: rewritten, without predicted times"
+
+
 def page_data(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data of the page."""
     graphs = timelines_of(report)
@@ -76,7 +84,7 @@ def page_data(report: Mapping[str, Any]) -> dict[str, Any]:
     ]
     notes = ("warnings", "rewrites", "dropped_passes", "regions_not_found")
     return {
-        "headline": headline(report) or "megamoe: nothing is rewritten",
+        "headline": headline(report) or _without_times(report),
         "times": _times(graphs),
         "hardware": report["hardware"],
         "versions": report["versions"],

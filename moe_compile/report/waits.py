@@ -68,11 +68,20 @@ class RankWaits:
 def read_waits(run: Path) -> list[RankWaits]:
     """Return what the ranks left in a run's folder, by rank; of several attempts the last."""
     found: dict[int, RankWaits] = {}
-    for file in sorted(run.glob(f"attempt_*/*/{FILE}")):
-        told = json.loads(file.read_text())
+    for file in sorted(run.glob(f"attempt_*/*/{FILE}"), key=_attempt):
+        try:
+            told = json.loads(file.read_text())
+        except ValueError:  # the rank was ended while it wrote
+            continue
         waits = {(site, phase, node): (s, runs) for site, phase, node, s, runs in told["waits"]}
         found[told["rank"]] = RankWaits(rank=told["rank"], steps=told["steps"], waits=waits)
     return [found[rank] for rank in sorted(found)]
+
+
+def _attempt(file: Path) -> int:
+    """Return the number of the attempt that left a file, by its folder `attempt_N`."""
+    number = file.parts[-3].rpartition("_")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,6 +53,8 @@ def test_eighty_columns_have_one_line_on_the_gain_and_one_for_each_region():
     assert second == "  a.py:9: chunked, 2 chunks, 4 experts on each of 2 ranks (2 times)"
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "MoE regions" not in text and "--verbose" in others[-1]
+    again = printed(80, regions=[CHUNKED, CHUNKED], graphs=[graph("forward"), *graphs])
+    assert again.startswith(first)  # of graphs that are compiled again the newest counts
     for whole in (printed(120, regions=[CHUNKED], graphs=graphs),
                   printed(80, verbose=True, regions=[CHUNKED], graphs=graphs)):  # fmt: skip
         assert whole.startswith(first) and "MoE regions" in whole and "Compiled graphs" in whole

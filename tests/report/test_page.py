@@ -185,7 +185,9 @@ def test_a_price_of_the_remedy_is_said_where_there_is_one():
     report |= {"regions": [{**region, "decision": decision}], "exchanges": [exchange]}
     (found,) = page_data(report)["exchanges"]
     assert found["gain"] == "2.000 ms by 2 chunks, not chosen because it changes bits"
+    assert page_data(report)["headline"] == "megamoe: rewritten, without predicted times"
     report |= {"regions": [], "exchanges": [{**exchange, "change": "write stable=True"}]}
+    assert page_data(report)["headline"] == "megamoe: nothing is rewritten"
     assert page_data(report)["exchanges"][0]["gain"].startswith("not predicted: no graph")
 
 

@@ -85,11 +85,14 @@ def test_where_nothing_was_measured_it_says_why():
 
 def test_what_ranks_leave_is_read_by_rank_the_last_attempt(tmp_path):
     first, other, again = rank(1, out=(0.5, 2)), rank(0, back=(0.25, 4)), rank(1, out=(0.75, 6))
-    for attempt, one in ((0, first), (0, other), (1, again)):
+    for attempt, one in ((2, first), (2, other), (10, again)):
         folder = tmp_path / f"attempt_{attempt}" / str(one.rank)
         folder.mkdir(parents=True)
         one.write(folder)
     assert read_waits(tmp_path) == [other, again]
+    (cut_off,) = tmp_path.glob("attempt_10/1/*")
+    cut_off.write_text(cut_off.read_text()[:20])
+    assert read_waits(tmp_path) == [other, first]
 
 
 def test_waits_of_more_steps_of_a_rank_add_up():
